@@ -37,7 +37,7 @@ if __name__ == "__main__":
     import os
     import signal
 
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # during the imports, leave without a traceback
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # leave without a traceback during the imports
         signal.signal(signal.SIGINT, lambda signum, frame: os._exit(130))
 
 import logging
@@ -82,7 +82,7 @@ QuantizationOption = Annotated[
     str | None, typer.Option(help="int8 or int4: bits of the weights [default: as they are].")
 ]
 ItersOption = Annotated[int, typer.Option(min=1, max=MAX_ITERATIONS, help="Measured iterations; medians are reported.")]
-WarmupOption = Annotated[int, typer.Option(min=0, max=MAX_ITERATIONS, help="Iterations before them that do not count.")]
+WarmupOption = Annotated[int, typer.Option(min=0, max=MAX_ITERATIONS, help="Iterations to warm up; they do not count.")]
 EnvironmentsOption = Annotated[
     Path | None, typer.Option(help="A virtual environment for each peer [default: ~/.cache/nanopage/peers].")
 ]
@@ -121,7 +121,7 @@ PrefixLenOption = Annotated[
 
 
 def length_of_either(option: str, ours: str | None, vllms: str | None, dataset_name: str) -> str | None:
-    """The length of `option`, or of its other name in vLLM, which is for random prompts alone."""
+    """The length of `option`, or of its other name in vLLM, which is only for random prompts."""
     vllm_option = option.replace("--", "--random-")
     if vllms is None:
         return ours
@@ -139,7 +139,7 @@ def json_or_saved(
     """The file of --json, or of vLLM's --save-result, --result-dir and --result-filename.
 
     Args:
-        default: the file's name without --result-filename.
+        default: the file's name if there is no --result-filename.
     """
     if not save_result:
         for option, value in (("--result-dir", folder), ("--result-filename", name)):
@@ -485,7 +485,7 @@ def costs(
 ) -> None:
     """Measure what steps cost on this machine, for simulate.
 
-    Runs batches of all sizes, and fits a few terms to the times of their steps. Without async scheduling.
+    Runs batches of all sizes without async scheduling, and fits a few terms to the times of their steps.
 
     \b
     python bench.py costs --json costs.json --validate
@@ -519,7 +519,7 @@ def lora(
 ) -> None:
     """Measure a batch with LoRA adapters, and without.
 
-    Throughput with 0 (without enable_lora), 1, 8 and 32 random adapters, their memory, and the time to load one.
+    Measures throughput with 0 (no enable_lora), 1, 8 and 32 random adapters, their memory, and the time to load one.
 
     \b
     python bench.py lora --rank 8
@@ -651,7 +651,7 @@ def speculate(
 
 
 def parse_sizes(text: str) -> list[int]:
-    """The numbers of --batch-sizes. Exit code 2 if they are none."""
+    """The numbers of --batch-sizes. Exit code 2 for anything else."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and 1 <= int(part) <= 256 for part in parts):
         raise typer.BadParameter(f"{text!r} is not a list of numbers from 1 to 256", param_hint="--batch-sizes")
@@ -663,7 +663,7 @@ def parse_sizes(text: str) -> list[int]:
 def structured(
     model: ModelOption = None,
     schemas: Annotated[Path | None, typer.Option(help="A directory with JSON schemas, one in each .json file.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Of an output for each schema.")] = 160,
+    max_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Most tokens of the output for a schema.")] = 160,
     num_requests: Annotated[int, typer.Option(min=1, max=256, help="Requests in a step.")] = 32,
     num_steps: Annotated[int, typer.Option(min=8, max=1000, help="Decode steps of each measurement.")] = 64,
     *,
@@ -845,10 +845,10 @@ def host(
     num_iters: ItersOption = 3,
     json_file: JsonOption = None,
 ) -> None:
-    """Time the host's share of a step, which is Python's.
+    """Time the host's share of a step: the time in Python.
 
-    It limits small models on a GPU. A model of one small layer, and the vocabulary and tokenizer of --model,
-    decodes. The table has what the host does in a step: scheduling, messages, inputs, results, text.
+    This share limits small models on a GPU. A model of one small layer, with the vocabulary and tokenizer of --model,
+    decodes. The table shows the host's work in a step: scheduling, messages, inputs, results, text.
 
     \b
     python bench.py host --num-seqs 256
@@ -893,8 +893,8 @@ def parallel(
 ) -> None:
     """Compare workers in processes with one in this process.
 
-    First the speed of a model with random weights, by one worker, by tensor parallelism and in stages, and the bytes
-    that workers exchange. Then what a step costs more if its worker is a process, for a model of one small layer.
+    First, the speed of a model with random weights, with one worker, with tensor parallelism and in stages, and the
+    bytes that workers exchange. Then, for a model of one small layer, the extra cost of a step in a worker process.
     Without --model: SmolLM2-135M's sizes with 8 heads, which 2, 4 and 8 divide.
 
     \b

@@ -1,1 +1,1 @@
-"""What bench.py measures with: tables, the comparison with other engines, and how each of them is run."""
+"""The tools of bench.py: measurements, tables, and the comparison with other engines."""

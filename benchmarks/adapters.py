@@ -1,4 +1,4 @@
-"""What LoRA adapters cost: throughput of one batch with none, one and many of them, their memory, and the time to load
+"""What LoRA adapters cost: the throughput of a batch with no, one and many adapters, their memory, and the time to load
 one."""
 
 import json
@@ -21,7 +21,7 @@ from nanopage.weights import loader
 
 
 def save_random(directory: Path, config: ModelConfig, rank: int, seed: int) -> Path:
-    """A random adapter of every linear layer, in PEFT's format. Returns the directory."""
+    """Write a random adapter for every linear layer, in PEFT's format. Returns the directory."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for layer in range(config.num_layers):
         for module, (outputs, inputs) in module_shapes(config, layer).items():
@@ -49,8 +49,8 @@ def measure(
     """Fill `results`: output tokens per second by number of adapters, 0 for an engine without enable_lora.
 
     Args:
-        directory: for the adapters; empty.
-        lengths: tokens of each prompt and of each output.
+        directory: an empty directory for the adapters.
+        lengths: tokens in each prompt and in each output.
     """
     rows = results["throughput"] = []
     for count in counts:

@@ -1,10 +1,11 @@
-"""How well a model answers with different sampling settings.
+"""Measures how well a model answers with different sampling settings.
 
     python -m benchmarks.answers --mt-bench FILE --json benchmarks/results/answers.json
 
-Simple questions are right if the reply matches a pattern (simple_questions.jsonl), and right at once if its first
-sentence does: 50 of them, each with eight seeds, or once at temperature 0. The first turns of mt_bench's questions show
-how many replies are degenerate: they repeat themselves until the guard of chat.py ends them (terminal/guard.py).
+There are 50 simple questions (simple_questions.jsonl), each asked with eight seeds, or once at temperature 0. A reply
+is right if it matches a pattern, and right at once if its first sentence matches. The first turns of mt_bench's
+questions show how many replies are degenerate: they repeat themselves until chat.py's guard (terminal/guard.py) ends
+them.
 """
 
 import json
@@ -29,12 +30,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "makers'": {"temperature": 0.2, "top_p": 0.9},
     "older default": {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1},
-    "default": {},  # of the model
+    "default": {},  # the model's default settings
 }
 
 
 def ask(llm: LLM, asked: list[tuple[str, SamplingParams]]) -> list[RequestOutput]:
-    """The replies to questions, all in one batch. The finish_reason of a reply that became a loop is "abort"."""
+    """Answer questions, all in one batch. The finish_reason of a reply that became a loop is "abort"."""
     engine, tokenizer = llm.engine, llm.get_tokenizer()
     outputs: dict[int, RequestOutput] = {}
     guards = [LoopGuard() for _ in asked]
@@ -54,9 +55,9 @@ def ask(llm: LLM, asked: list[tuple[str, SamplingParams]]) -> list[RequestOutput
 def measure(
     llm: LLM, params: SamplingParams, simple: list[dict], long: list[str], seeds: int, max_tokens: int
 ) -> dict[str, Any]:
-    """How many answers to `simple` questions are right, and how many replies to `long` ones are degenerate.
+    """Count the right answers to `simple` questions, and the degenerate replies to `long` questions.
 
-    Args: max_tokens: of a reply to a long question.
+    Args: max_tokens: the most tokens of a reply to a long question.
     """
     tries = 1 if params.greedy else seeds
     params = replace(params, output_kind=RequestOutputKind.CUMULATIVE)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-# The process ends when its stdin is closed, so also when bench.py is killed. The line says that it spins from now on.
+# The process ends when its stdin is closed, even if bench.py is killed. The printed line says that it spins now.
 SPIN = """
 import os, sys, threading
 threading.Thread(target=lambda: os._exit(len(sys.stdin.read())), daemon=True).start()
@@ -24,8 +24,8 @@ def busy_cores(count: int) -> Iterator[None]:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", SPIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE
             )
-            processes.append(stack.enter_context(process))  # closes its pipes and waits for it
-            stack.callback(process.kill)  # before that
+            processes.append(stack.enter_context(process))  # at the end, closes its pipes and waits for it
+            stack.callback(process.kill)  # runs before that
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()

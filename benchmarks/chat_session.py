@@ -3,9 +3,9 @@
 python -m benchmarks.chat_session benchmarks/results/chat-session.txt
 python -m benchmarks.chat_session docs/chat.svg
 
-A .svg file is a picture of a short session. Any other file is the text of a long one. A script types at a shell in a
-pseudo-terminal. Lines in (parentheses) say what it does beside typing, or how many lines are left out. `pip install
--e '.[test]'` brings what it needs.
+A .svg file gets a picture of a short session. Any other file gets the text of a long session. A script types into a
+shell in a pseudo-terminal. Lines in (parentheses) say what it does besides typing, or how many lines are left out.
+`pip install -e '.[test]'` installs its dependencies.
 """
 
 import datetime
@@ -39,7 +39,7 @@ CUT_AFTER = 10  # lines at the beginning and at the end of a reply that is too l
 
 
 class Recorder:
-    """A shell in an emulated terminal, which wraps its rows anew when it is resized, and what was seen there."""
+    """A shell in an emulated terminal, which rewraps its rows after a resize, and a transcript of what it showed."""
 
     def __init__(self, state: str):
         env = os.environ | {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": state}
@@ -97,7 +97,7 @@ class Recorder:
         self.child.setwinsize(ROWS, columns)
 
     def end(self, prompt: str = ">", cut: bool = False) -> None:
-        """Wait for the prompt, and put what was shown into the transcript."""
+        """Wait for the prompt, and add the shown lines to the transcript."""
         self.wait(lambda: len(self.lines()) > 1 and self.lines()[-1].strip() == prompt)
         shown = self.lines()[:-1]
         if cut and len(shown) > 2 * CUT_AFTER:

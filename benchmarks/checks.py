@@ -18,9 +18,9 @@ from nanopage.terminal.text import printable
 
 MAX_REQUESTS = 1_000_000
 MAX_ITERATIONS = 1_000
-MAX_TOKENS = 100_000_000  # of all prompts together: as Python integers they take some 4 GB
-MAX_BLOCKS = 1_000_000  # of a simulated KV cache: the lists of each replica take some 40 MB
-MAX_VALIDATED = 10_000  # requests of a run that is compared with its simulation
+MAX_TOKENS = 100_000_000  # in all prompts together: as Python integers they take some 4 GB
+MAX_BLOCKS = 1_000_000  # in a simulated KV cache: the lists of each replica take some 40 MB
+MAX_VALIDATED = 10_000  # requests in a run that is compared with its simulation
 MAX_SEED = 2**64 - 1
 MAX_SECONDS = 7 * 24 * 3600.0  # from the first arrival to the last
 
@@ -42,7 +42,7 @@ def check_choice(value: str | None, choices: Sequence[str], option: str) -> None
 
 
 def check_engine(switches: dict[str, Any]) -> None:
-    """Refuse what EngineConfig refuses, by the name of the option.
+    """Refuse what EngineConfig refuses, and name the option.
 
     Args:
         switches: options of EngineConfig.
@@ -59,7 +59,7 @@ def check_server(base_url: str, switches: dict[str, Any], plot_file: Path | None
 
     Args:
         switches: options of EngineConfig.
-        plot_file: of --plot, which draws the queues of an engine.
+        plot_file: the file of --plot, which draws the queues of an engine.
     """
     try:
         url = urllib.parse.urlsplit(base_url)
@@ -78,7 +78,7 @@ def check_server(base_url: str, switches: dict[str, Any], plot_file: Path | None
 
 
 def check_folder(folder: Path, option: str) -> Path:
-    """The absolute path of a folder that is there."""
+    """The absolute path of an existing folder."""
     try:
         folder = folder.expanduser().absolute()
         found = folder.is_dir()
@@ -90,14 +90,14 @@ def check_folder(folder: Path, option: str) -> Path:
 
 
 def find_environments(folder: Path | None) -> Path:
-    """The folder that --environments names, or the one where peers are by default."""
+    """The folder that --environments names, or the default folder of peers."""
     from nanopage.files.private_files import cache_directory
 
     return cache_directory() / "peers" if folder is None else check_folder(folder, "--environments")
 
 
 def find_path(model: str | None) -> Path:
-    """The model's path. Exit code 2 for a --model that is not there."""
+    """The model's path. Exit code 2 for a --model that does not exist."""
     from nanopage.weights import hub
 
     with errors_by_name():
@@ -110,7 +110,7 @@ def find_path(model: str | None) -> Path:
 
 
 def find_model(model: str | None) -> tuple[Path, ModelConfig]:
-    """The model's path and its config.json. Exit code 2 for a --model that is not there, 1 for one that is broken."""
+    """The model's path and its config.json. Exit code 2 for a --model that does not exist, 1 for a broken one."""
     from nanopage.weights import loader
 
     path = find_path(model)
@@ -123,7 +123,7 @@ def check_lengths(lengths: list[tuple[int, int]], config: ModelConfig, options: 
 
     Args:
         lengths: tokens in and out of each request.
-        options: the ones that set the lengths.
+        options: the options that set the lengths.
     """
     longest, limit = max(i + o for i, o in lengths), config.max_position_embeddings
     if longest > limit:
@@ -133,7 +133,7 @@ def check_lengths(lengths: list[tuple[int, int]], config: ModelConfig, options: 
 
 
 def check_longest(lengths: list[tuple[int, int]], max_model_len: int, holder: str) -> None:
-    """Raise ValueError if the longest request has more than `max_model_len` tokens, prompt and output.
+    """Raise ValueError if the longest request has more than `max_model_len` tokens in prompt and output.
 
     Args: holder: what sets this limit, for the message, such as "the KV cache holds".
     """

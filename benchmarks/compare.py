@@ -1,8 +1,8 @@
-"""The same requests on nanopage and on its peers, each in its own process, in turn.
+"""Runs the same requests on nanopage and on its peers, each in its own process, in turn.
 
 A workload fixes the lengths. The prompts are random token ids, new in every iteration: a prefix cache, which every
-engine may use, helps within an iteration and not across two. W6 has questions instead, of which a cache finds only what
-the chat template puts first. One engine works at a time.
+engine may use, helps within an iteration but not across iterations. W6 has questions instead, where a cache finds only
+the text that the chat template puts first. One engine works at a time.
 """
 
 import ast
@@ -38,7 +38,7 @@ WORKLOADS = {
     "W7": "a question to a new process, 32 in, 64 out, nothing of nanopage compiled",
     "W8": "three questions, each to a new process, 32 in, 64 out, nothing of nanopage compiled at first",
 }
-# The engines that need an environment of their own, and the package that it must have.
+# The engines that need an environment of their own, and the package that the environment must have.
 PACKAGES = {
     "vllm": "vllm",
     "openvino": "openvino_genai",
@@ -51,16 +51,16 @@ ON_GPU = ("nanopage", "transformers", "transformers_continuous", "vllm")  # engi
 WITH_INT4 = ("nanopage", "openvino", "llamacpp")
 WITH_QUANTIZATION = {"int8": (*WITH_INT4, "ctranslate2", "onnxruntime"), "int4": WITH_INT4}
 WITH_GGUF = ("nanopage", "llamacpp")  # engines that read .gguf files
-# What keeps engines from using more than AVX2. torch reads the first variable; vLLM asks torch (see peers/vllm.py), and
-# nanopage compiles for what torch uses. The second is oneDNN's, in torch and vLLM; the third, of the code that Inductor
-# compiles. llama.cpp is told when it is compiled: llamacpp-avx2.
+# The variables that keep engines from using more than AVX2. torch reads the first one; vLLM asks torch (see
+# peers/vllm.py), and nanopage compiles for what torch uses. The second one is for oneDNN, in torch and vLLM, and the
+# third for the code that Inductor compiles. For llama.cpp, it is an option of its build: llamacpp-avx2.
 AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "TORCHINDUCTOR_CPP_MARCH": "x86-64-v3",
 }
-# Nothing known keeps their products from using AVX-512. OpenVINO has OV_CPU_MAX_ISA, but multiplies float32 by MLAS,
-# which takes AVX-512 all the same, as perf shows.
+# No known option keeps the products of these engines from using AVX-512. OpenVINO has OV_CPU_MAX_ISA, but multiplies
+# float32 with MLAS, which still uses AVX-512, as perf shows.
 NOT_TOLD = ("openvino", "ctranslate2", "onnxruntime")
 GIB = 2**30
 SETTLE = 0.3  # seconds between two runs: OpenMP threads spin for up to 200 ms after their last work
@@ -68,8 +68,8 @@ SETTLE = 0.3  # seconds between two runs: OpenMP threads spin for up to 200 ms a
 
 @dataclass
 class Results:
-    """Everything measured, as the JSON file has it. `runs`: workload -> engine -> one Run for each iteration; of W7 and
-    W8, a Question for each process."""
+    """Everything measured, in the form of the JSON file. `runs`: workload -> engine -> one Run for each iteration; for
+    W7 and W8, a Question for each process."""
 
     header: dict[str, str]
     busy_cores: int = 0
@@ -77,23 +77,23 @@ class Results:
     start: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # dtype -> engine -> what -> value
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
     runs_beside: dict[str, dict[str, list[Run]]] = field(default_factory=dict)  # the same, beside busy cores
-    idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds a second of engines not at work
+    idle_cpu_share: dict[str, float] = field(default_factory=dict)  # CPU seconds per second of idle engines
     failures: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Setup:
-    """What all engines get."""
+    """The setup that all engines get."""
 
-    path: Path  # of the model
+    path: Path  # the model's path
     config: ModelConfig
     pythons: dict[str, str]  # engine -> its interpreter
     device: str  # cpu or cuda
     quantization: str | None
     eager: bool
     threads: int
-    warmup: int  # iterations
-    busy: int  # cores of --busy, or 0
+    warmup: int  # warm-up iterations
+    busy: int  # number of busy cores (--busy), or 0
 
 
 def compare(
@@ -118,7 +118,7 @@ def compare(
 
     Args:
         device: cpu or cuda.
-        busy: cores that other processes keep busy in a second run of each iteration; 0: no such runs.
+        busy: how many cores other processes keep busy in a second run of each iteration. 0: no second runs.
         only_avx2: all engines use AVX2 and nothing newer.
     """
     gguf = model is not None and Path(model).suffix == ".gguf"
@@ -134,7 +134,7 @@ def compare(
     path = path.absolute() if gguf else path.resolve()  # a link's target may not end in .gguf
     questions = read_questions(mt_bench) if mt_bench else []
     rng = random.Random(seed)
-    # The runs beside busy cores have prompts of their own, because a prefix cache knows those of the runs alone.
+    # Runs beside busy cores need other prompts than the runs alone, because a prefix cache already has those.
     num_runs = num_iters_warmup + num_iters * (2 if busy else 1)
     work = {
         name: [make_work(name, seed, rng, config, path, questions, i) for i in range(num_runs)] for name in workloads
@@ -152,7 +152,7 @@ def compare(
         try:
             for batch_dtype in dict.fromkeys((dtype, "float32")):  # one after the other, to save memory
                 batch = {name: work[name] for name in work if ("float32" if name == "W5" else dtype) == batch_dtype}
-                for name in [name for name in batch if name in PROCESSES]:  # while no other engine has a process
+                for name in [name for name in batch if name in PROCESSES]:  # before any other engine has a process
                     run_questions(name, batch_dtype, batch.pop(name), setup, results)
                 if batch:
                     compare_in(batch_dtype, batch, setup, results)
@@ -168,7 +168,7 @@ def compare_in(dtype: str, work: dict[str, list[list[Work]]], setup: Setup, resu
     """Start the engines in one dtype, and run the workloads."""
     peers: dict[str, Peer] = {}
     weights = None
-    if setup.device == "cpu":  # the speeds of a GPU's memory and products are not measured
+    if setup.device == "cpu":  # on a GPU, the speeds of memory and products are not measured
         with errors_by_name():
             weights = read_weights(setup.path, setup.config, dtype, setup.quantization)
     try:
@@ -214,7 +214,7 @@ def peer_arguments(dtype: str, work: dict[str, list[list[Work]]], setup: Setup) 
     """The command line that all engines get (see protocol.Options)."""
     batches = [batch for iterations in work.values() for batch in iterations]
     tokens = max(sum(len(w.prompt) + w.output_len for w in batch) for batch in batches)
-    tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # some more: blocks are not all full
+    tokens = 1024 * math.ceil(1.25 * tokens / 1024)  # 25 % more, because not all blocks are full
     kv_bytes = setup.config.num_layers * kv_bytes_of_a_layer(setup.config, dtype)
     kv_gib = max(2, math.ceil(tokens * kv_bytes / GIB))
     max_model_len = min(setup.config.max_position_embeddings, max(4096, longest(batches)))
@@ -263,11 +263,11 @@ def run_workload(
     peers: dict[str, Peer],
     results: Results,
 ) -> None:
-    """Let the engines take turns, iteration by iteration. One that fails is dropped, and the others go on.
+    """Let the engines take turns, iteration by iteration. If an engine fails, it is dropped, and the others go on.
 
     Args:
         batches: one for each iteration; with --busy, then one more for the second run of each measured iteration.
-        ask: runs a batch on an engine beside so many busy cores. Raises PeerError.
+        ask: runs a batch on an engine beside a number of busy cores. Raises PeerError.
         peers: the processes that wait while they are not asked.
     """
     runs: dict[str, list[Run]] = {engine: [] for engine in engines}
@@ -310,7 +310,7 @@ def run_one(peers: dict[str, Peer], engine: str, work: list[Work], busy: int) ->
 
 
 def drop(name: str, error: PeerError, peers: dict[str, Peer], failures: dict[str, str]) -> None:
-    """Close a peer that has failed, and keep why."""
+    """Close a peer that has failed, and record the reason."""
     failures[name] = str(error)
     console.print(f"[red]{name} failed[/red] and is left out from here on; why is said at the end", highlight=False)
     if peer := peers.pop(name, None):
@@ -380,7 +380,7 @@ def show_questions(name: str, dtype: str, results: Results) -> None:
 
 
 def beside_cell(alone: Sequence[Run], beside: Sequence[Run], values: list[float]) -> str:
-    """The median of the values, and the share of the speed alone."""
+    """The median of the values, and the speed as a share of the speed without busy cores."""
     pairs = zip(alone, beside, strict=True)
     share = statistics.median(output_tok_s(b) / output_tok_s(a) for a, b in pairs)
     return f"{figure(statistics.median(values))} ({share:.0%})"
@@ -419,7 +419,7 @@ def python_of_engines(
         device: cpu or cuda.
         gguf: the model is a .gguf file.
         only_avx2: take the environment of llama.cpp that is compiled for AVX2, and leave out NOT_TOLD.
-        option: the one that names the engines.
+        option: the option that names the engines.
     """
     pythons = {}
     known = WITH_GGUF if gguf else WITH_QUANTIZATION[quantization] if quantization else ENGINES
@@ -503,7 +503,7 @@ def make_work(
     tokenizer = Tokenizer(open_checkpoint(path))
     work = []
     for question in questions:
-        # The number makes the prompts new in every iteration, after the few tokens that the template puts first.
+        # The number makes prompts differ in every iteration, except for the few tokens that the template puts first.
         messages = [{"role": "user", "content": f"{iteration}. {question}"}]
         with errors_by_name():
             text = tokenizer.render_chat(messages)

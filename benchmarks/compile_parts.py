@@ -1,7 +1,7 @@
-"""What the engine compiles, part by part: how long that takes, and how large it is.
+"""Measures what the engine compiles, part by part: the time to compile, and the size.
 
-On a CPU, the parts of layers that are compiled ahead of time (cpu/aot.py). For a GPU, the pieces between attentions
-(generated_code.py). Both are compiled in a process of its own and with an empty cache, so that nothing is reused.
+On a CPU, these are the parts of layers that are compiled ahead of time (cpu/aot.py). For a GPU, they are the pieces
+between attentions (generated_code.py). A separate process compiles them with an empty cache, so nothing is reused.
 
     python -m benchmarks.compile_parts SPEC DIRECTORY [DTYPE]     compiles all parts; prints their times as JSON
 """
@@ -25,13 +25,13 @@ FAMILIES = (
     *(("Llama-3.1-8B", None), ("Llama-3.1-8B", "int8"), ("Qwen3-0.6B", None), ("Qwen3-0.6B", "int8")),
     *(("gemma-3-270m", None), ("gemma-3-270m", "int8"), ("Mixtral-8x7B", None)),  # experts stay floats on a GPU
 )
-PRODUCTS = "tile_linear"  # what eager steps multiply by weights in tiles with
+PRODUCTS = "tile_linear"  # multiplies by weights in tiles in eager steps
 COLUMNS = ("s", "export", "Inductor", "C++", "MB", "load ms")
 KEYS = ("seconds", "export", "inductor", "compiler", "megabytes", "load_ms")
 
 
 def run_module(name: str, home: str, *arguments: str) -> Any:
-    """Run a module as a program with its caches in `home`: what it prints, which is JSON. Raises: RuntimeError."""
+    """Run a module as a program with its caches in `home`. Returns the JSON that it prints. Raises: RuntimeError."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= dict.fromkeys(("XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TMPDIR"), home)
     environment["PYTHONPATH"] = str(CONFIGS.parents[1])
@@ -49,8 +49,11 @@ def run_module(name: str, home: str, *arguments: str) -> Any:
 
 
 def compile_for_cpu(engine: Any, results: dict[str, Any]) -> None:
-    """Compile and load what this engine would. Fills "parts", and of those of layers and of the head "seconds", for all
-    of them, and "seconds_before" the first one. Raises: ValueError if the engine compiles nothing."""
+    """Compile and load what this engine would compile. Fills "parts". For the parts of layers and the head, also fills
+    "seconds" (all of them together) and "seconds_before" (until the first one began).
+
+    Raises: ValueError if the engine compiles nothing.
+    """
     worker = engine.executor.worker
     if (compiled := worker.compiled) is None:
         raise ValueError(f"nothing to compile: steps run {worker.way}")
@@ -80,7 +83,7 @@ def compile_for_cpu(engine: Any, results: dict[str, Any]) -> None:
 
 
 def load(directory: Path, name: str, threads: int) -> dict[str, float]:
-    """Check a compiled file and load it, as an engine does: megabytes, and milliseconds."""
+    """Check a compiled file and load it, as an engine does. Returns megabytes and milliseconds."""
     from nanopage.cpu.aot import CHAIN
     from nanopage.cpu.aot_chain import Chain, Library
     from nanopage.cpu.aot_products import CompiledProduct
@@ -94,7 +97,7 @@ def load(directory: Path, name: str, threads: int) -> dict[str, float]:
 
 
 def time_part(spec: dict[str, Any], config: Any, directory: Path, name: str) -> tuple[float, dict[str, float]]:
-    """Compile a part, in a forked process. Returns: when it began, by the system's clock, and seconds."""
+    """Compile a part, in a forked process. Returns: the start, by the system's clock, and durations in seconds."""
     from torch._dynamo.utils import compilation_time_metrics as phases
 
     from nanopage.cpu.aot_compile import make_part
@@ -104,14 +107,14 @@ def time_part(spec: dict[str, Any], config: Any, directory: Path, name: str) -> 
     make_part(spec, config, directory, name)
     seconds = time.time() - begun
     if "compile_file" not in phases:
-        return begun, {"seconds": seconds, "compiler": seconds}  # it is all C++
+        return begun, {"seconds": seconds, "compiler": seconds}  # the whole part is C++
     inductor, compiler = sum(phases["fx_codegen_and_compile"]), sum(phases["compile_file"])
     times = {"seconds": seconds, "export": seconds - inductor, "inductor": inductor - compiler, "compiler": compiler}
     return begun, times
 
 
 def main(started: float, spec: str, directory: str, dtype: str | None = None) -> None:
-    """Args: started: the time when this process was started. dtype: of products of eager steps, if there are any."""
+    """Args: started: the time when this process was started. dtype: the dtype of eager steps' products, if any."""
     import torch
 
     from nanopage.cpu.aot_compile import main as compile_all
@@ -127,7 +130,7 @@ def main(started: float, spec: str, directory: str, dtype: str | None = None) ->
 
 
 def compile_for_gpu(path: Path, switches: dict[str, Any], results: dict[str, Any]) -> None:
-    """Compile the pieces of a model for a GPU, and what other families have from one attention to the next. Fills
+    """Compile the pieces of a model for a GPU, and the pieces of other families from one attention to the next. Fills
     "pieces" and "families"."""
     own = {"model": str(path), "dtype": switches["dtype"], "quantization": switches["quantization"]}
     small = {"num_layers": 2, "pieces": ["between"]}
@@ -149,7 +152,7 @@ def compile_for_gpu(path: Path, switches: dict[str, Any], results: dict[str, Any
 
 
 def cells(piece: dict[str, Any]) -> list[str]:
-    """What the tables have of a piece."""
+    """The cells of a piece in the tables."""
     kinds = Counter(name.rpartition(".")[0] for name in piece["launches"])  # "": kernels of Triton
     counts = [kinds[""], kinds["extern_kernels"], kinds["torch.ops.aten"] + piece["inside"]]
     sizes = figure(piece["seconds"]), figure(piece["size"] / 1e3)

@@ -28,7 +28,7 @@ BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens in a step
 CONTEXTS = (1, 4, 16)  # sequences with long contexts
 LEAST_CONTEXT = 256  # tokens that an engine must hold to be measured
 LONG = 1500  # tokens of a long prompt, where the model holds so many
-SHARES = (0.3, 0.6)  # of the requests per second that the simulator gets through; the third rate is all at once
+SHARES = (0.3, 0.6)  # of the requests per second that the simulator completes; the third rate is all at once
 COMPARED = {  # in the table; the JSON file has PERCENTILES as well
     "output_throughput": "output tok/s",
     "mean_ttft_ms": "mean TTFT (ms)",
@@ -63,11 +63,11 @@ def costs(
     seed: int,
     json_file: Path | None,
 ) -> None:
-    """Measure costs, or take those that are given, and compare predictions with the engine.
+    """Measure costs, or take given costs, and compare predictions with the engine.
 
     Args:
         switches: options of EngineConfig.
-        compares: whether to compare.
+        compares: whether to compare predictions with the engine.
         num_prompts: requests in each comparison.
     """
     from nanopage import EngineConfig
@@ -121,7 +121,7 @@ def measure(engine: Any, header: dict[str, str], rng: random.Random) -> Costs:
 
 
 def loads(engine: Any) -> list[Load]:
-    """What to run: every kind of step that the terms tell apart, as far as this engine can run it."""
+    """The requests to run: every kind of step that the terms tell apart, as far as this engine can run it."""
     most_tokens, limit = engine.scheduler.token_budget.most, engine.max_model_len
     num_blocks = engine.capacity.num_blocks // len(engine.capacity.windows)
     most_seqs, pool = engine.config.max_num_seqs, num_blocks * engine.config.block_size
@@ -142,7 +142,7 @@ def run_load(engine: Any, load: Load, rng: random.Random) -> None:
 
 @contextmanager
 def remembering(engine: Any) -> Iterator[RememberingExecutor]:
-    """Let a RememberingExecutor stand before the engine's executor until the block ends."""
+    """Wrap the engine's executor in a RememberingExecutor until the block ends."""
     executor = RememberingExecutor(engine.executor)
     engine.executor = executor
     try:
@@ -217,7 +217,7 @@ def workloads(engine: Any, num_prompts: int) -> dict[str, Load]:
 def predict(
     engine: Any, found: Costs, load: Load, lengths: list[tuple[int, int]], arrivals: list[float]
 ) -> dict[str, Any]:
-    """What the simulator says of these requests on this engine."""
+    """The simulator's figures for these requests on this engine."""
     size = engine.config.block_size
     prefix = list(range(load.prefix_len // size))
     requests = [Request(n, arrivals[n], i, o, prefix) for n, (i, o) in enumerate(lengths)]
@@ -229,7 +229,7 @@ def predict(
 def observe(
     engine: Any, load: Load, lengths: list[tuple[int, int]], arrivals: list[float], rng: random.Random, title: str
 ) -> dict[str, Any]:
-    """What the engine does with these requests."""
+    """The engine's figures for these requests."""
     prefix = random_prompt(rng, engine, load.prefix_len)
     work = [Work(prefix + random_prompt(rng, engine, i - load.prefix_len), o) for i, o in lengths]
     engine.reset_prefix_cache()

@@ -1,13 +1,13 @@
 """How long a step takes on a machine: a model with few terms, fitted to steps that were measured, kept as JSON.
 
-The time of a step is a sum of terms, each a count of the batch times a number of seconds that is not negative:
+The time of a step is a sum of terms. Each term is a count of the batch times a number of seconds that is not negative:
 
     step                        every step
-    tokens, tokens up to N      tokens, and the first N of them: each further one can cost less
-    tokens beyond N             and those after the first N: each further one can cost more, as where arithmetic begins
-                                to take longer than reading the weights
+    tokens, tokens up to N      tokens, and the first N tokens: each further token can cost less
+    tokens beyond N             tokens after the first N: each can cost more, for example once arithmetic takes longer
+                                than reading the weights
     sequences, chunks, samples  rows of the batch; rows with several tokens; rows whose next token is sampled
-    context                     tokens whose K and V the rows with one token read
+    context                     tokens whose K and V are read by rows with one token
     chunk context               the same for the chunks of prompts
     chunk pairs                 query and key pairs of the chunks' attention
 
@@ -38,9 +38,9 @@ TERMS = (
     *(f"tokens up to {bend}" for bend in BENDS),
     *(f"tokens beyond {bend}" for bend in BENDS),
 )
-MIN_STEPS = 50  # to fit them
+MIN_STEPS = 50  # the least steps for a fit
 OUTLIER = 5  # standard deviations
-POSITIVE = ("num_blocks", "block_size", "max_num_seqs", "tokens", "sequences", "context")  # integers of a file
+POSITIVE = ("num_blocks", "block_size", "max_num_seqs", "tokens", "sequences", "context")  # integers in a file
 
 
 def counts(batch: Batch) -> list[float]:
@@ -59,7 +59,7 @@ def counts(batch: Batch) -> list[float]:
 
 
 def bent(num_tokens: int) -> list[int]:
-    """The terms of `num_tokens` alone."""
+    """The terms that depend on `num_tokens` alone."""
     return [
         num_tokens,
         *(min(num_tokens, bend) for bend in BENDS),
@@ -69,14 +69,14 @@ def bent(num_tokens: int) -> list[int]:
 
 @dataclass
 class Costs:
-    """Seconds of each term, and where they were measured.
+    """The seconds of each term, and where they were measured.
 
     seconds: term -> seconds. A missing term costs nothing.
     machine: what a reader must know: processor, threads, model, dtype, versions.
     engine: num_blocks, block_size, max_num_seqs and device of the measured engine.
     measured: the largest step: tokens, sequences and context tokens of a sequence.
-    fit: how well the terms fit: how many steps were measured, how many of them were left out, the relative errors of
-        the others, and the predicted time of all steps divided by the measured one.
+    fit: how well the terms fit: the number of measured steps, how many of them were left out, the relative errors of
+        the others, and the predicted time of all steps divided by the measured time.
     """
 
     seconds: dict[str, float]
@@ -115,13 +115,13 @@ class Costs:
 
 
 def fit(rows: list[list[float]], seconds: list[float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The seconds of each term, and how well they fit, from measured steps.
+    """Fit the seconds of each term to measured steps. Returns the seconds, and how well they fit.
 
-    Steps that are far off the first fit, as after an interruption by another process, are left out of the second.
+    A second fit leaves out steps that are far off the first fit, such as after an interruption by another process.
 
     Args:
         rows: `counts` of each step.
-        seconds: how long it took.
+        seconds: how long each step took.
 
     Raises: ValueError for fewer than MIN_STEPS steps.
     """
@@ -131,7 +131,7 @@ def fit(rows: list[list[float]], seconds: list[float]) -> tuple[dict[str, float]
     kept = np.ones(len(y), bool)
     expected = y
     for _ in range(4):
-        # Errors are relative to what is expected, not to what was measured: that would favor steps that were short.
+        # Errors are relative to the expected time: relative to the measured time, they would favor short steps.
         solution = weighted_least_squares(x[kept], y[kept], 1 / expected[kept])
         expected = x @ solution
         errors = y / expected - 1
@@ -175,7 +175,7 @@ def non_negative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
             negative = free & (trial <= 0)
             if not negative.any():
                 break
-            # Go from x towards trial, up to the first term that reaches 0, and hold that one there.
+            # Go from x towards trial until a term reaches 0, and hold that term at 0.
             steps = x[negative] / (x[negative] - trial[negative])
             x = x + float(steps.min()) * (trial - x)
             free &= x > 1e-14
@@ -194,8 +194,8 @@ class RememberingExecutor:
         self.executor = executor
         self.rows: list[list[float]] = []
         self.seconds: list[float] = []
-        self.max_context = 0  # of a sequence
-        self._submitted: list[list[float]] = []  # in this call of `LLMEngine.step`
+        self.max_context = 0  # tokens of the longest context of a sequence
+        self._submitted: list[list[float]] = []  # submitted in this call of `LLMEngine.step`
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.executor, name)

@@ -1,6 +1,6 @@
-"""What requests ask for: random prompts, a file of prompts, ShareGPT conversations, a trace with arrival times.
+"""The data of requests: random prompts, a file of prompts, ShareGPT conversations, or a trace with arrival times.
 
-Files are read, and refused by name and line, before a model is loaded; names and rules are those of `vllm bench`.
+Files are read before a model is loaded. A refusal names the file and the line. Names and rules are as in `vllm bench`.
 """
 
 import itertools
@@ -27,7 +27,7 @@ OUTPUT_FIELDS = ("output_len", "output_tokens", "max_tokens")
 
 @dataclass
 class Entry:
-    """A request as a file has it. `output` is a number of tokens, or a text with that many."""
+    """A request in a file. `output` is a number of tokens, or a text that has this number."""
 
     where: str  # file and line, for messages
     prompt: str | list[int]
@@ -39,7 +39,7 @@ class Requests:
     """Requests whose lengths are known: tokens in and out of each."""
 
     lengths: list[tuple[int, int]]
-    options: list[str]  # the ones that set the lengths
+    options: list[str]  # the options that set the lengths
     prompts: list[list[int]] | None = None  # None: random
     prefix_len: int = 0  # common to all random prompts; part of their lengths
     arrivals: list[float] | None = None  # of a trace: seconds after the first
@@ -71,7 +71,7 @@ class Dataset:
         return self.num_prompts or len(self.entries or ())
 
     def requests(self, rng: random.Random, model_path: Path) -> Requests:
-        """Draw the lengths, or find them with the model's tokenizer. Raises what the tokenizer does."""
+        """Draw the lengths, or find them with the model's tokenizer. Raises what the tokenizer raises."""
         if self.entries is None:
             assert self.num_prompts is not None
             lengths = [
@@ -129,10 +129,10 @@ def dataset(
     random    prompts of --prefix-len common tokens and --input-len own ones
     custom    one prompt a line; in a file *.jsonl an object a line, with prompt (text) or prompt_token_ids, and
               optionally output_len (or output_tokens, max_tokens); other fields are not read
-    sharegpt  JSON: [{"conversations": [{"value": text}, ...]}, ...]. The first turn is the prompt, and the output has
-              the tokens of the second, or --output-len. In random order. As in vLLM, these are left
-              out: conversations of fewer than two turns, prompts of fewer than 4 tokens or more than 1024, outputs of
-              fewer than 4 tokens (unless --output-len is given), and more than 2048 tokens in all
+    sharegpt  JSON: [{"conversations": [{"value": text}, ...]}, ...], in random order. The first turn is the prompt, and
+              the output has as many tokens as the second turn, or --output-len. As in vLLM, these are left out:
+              conversations of fewer than two turns, prompts of fewer than 4 tokens or more than 1024, outputs of fewer
+              than 4 tokens (unless --output-len is given), and more than 2048 tokens in all
     """
     check_choice(name, NAMES, "--dataset-name")
     output_range = parse_range("--output-len", OUTPUT_LEN if output_len is None else output_len)
@@ -215,8 +215,8 @@ def read_prompts(path: Path) -> list[Entry]:
 
 
 def read_trace(path: Path, num_prompts: int | None) -> Requests:
-    """Random prompts of a trace: JSON lines with timestamp (seconds, not falling), input_length and output_length, the
-    names of Mooncake's traces; other fields are not read. The first `num_prompts` of them, by default all."""
+    """The first `num_prompts` requests of a trace, by default all, with random prompts. A trace has JSON lines with
+    timestamp (seconds, not falling), input_length and output_length, as Mooncake's; other fields are not read."""
     lengths: list[tuple[int, int]] = []
     arrivals: list[float] = []
     for where, fields in read_json_lines(path, "--trace"):
@@ -247,7 +247,7 @@ def read_timestamp(where: str, fields: dict, before: list[float]) -> float:
 
 
 def read_json_lines(path: Path, option: str) -> Iterator[tuple[str, dict]]:
-    """(file and line, object) of every line that is not empty."""
+    """(file and line, object) for every line that is not empty."""
     for number, line in enumerate(read_text(path, option).split("\n"), 1):
         if not line.strip():
             continue

@@ -33,7 +33,7 @@ def embed_all(llm: LLM, texts: list[str]) -> np.ndarray:
 
 
 def count_tokens(llm: LLM, texts: list[str]) -> int:
-    """With special tokens, and without what is cut off."""
+    """The tokens of texts, with special tokens, without the tokens that are cut off."""
     tokenizer, most = llm.get_tokenizer(), llm.engine.max_model_len
     return sum(len(tokenizer.encode_truncated(text, None, most)[0]) for text in texts)
 
@@ -107,8 +107,8 @@ def make_peer(name: str, llm: LLM) -> Callable[[list[str]], np.ndarray]:
 def measure(engines: dict[str, Callable[[list[str]], np.ndarray]], texts: list[str], iters: int, warmup: int) -> dict:
     """Run all engines on the same texts, in turn.
 
-    Returns: for each, the seconds of its iterations, texts per second by their median, and the largest difference of
-        its vectors from those of the first engine.
+    Returns: for each engine, the seconds of its iterations, texts per second by their median, and the largest
+        difference of its vectors from the first engine's vectors.
     """
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     vectors: dict[str, np.ndarray] = {}

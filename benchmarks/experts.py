@@ -1,8 +1,8 @@
 """A mixture of experts beside a dense model of the same active size, by nanopage and by peers, at several batch sizes.
 
-The mixture has the sizes of the dense model, which is a Llama, but for its feed-forward layers: each has
-`num_experts` experts, as Mixtral's, of which a token uses `num_chosen`. Together, these have as many weights as the
-dense layer, so a token is multiplied by as many in both models. All weights of the mixture are random.
+The mixture has the sizes of the dense model, which is a Llama, except for the feed-forward layers. Each of these has
+`num_experts` experts, as in Mixtral, and a token uses `num_chosen` of them. The chosen experts have as many weights as
+the dense layer, so both models multiply a token by equally many weights. All weights of the mixture are random.
 
 A batch of B requests is computed at once. Its speed is the sum of the requests' decode speeds: prompts do not count.
 """
@@ -35,7 +35,7 @@ DENSE, MIXTURE = "dense", "mixture"
 
 @dataclass
 class Results:
-    """Everything measured, as the JSON file has it."""
+    """Everything measured, in the form of the JSON file."""
 
     header: dict[str, str]
     models: dict[str, str] = field(default_factory=dict)  # what the two models are
@@ -45,11 +45,11 @@ class Results:
 
 
 def write_mixture(dense: Path, config: ModelConfig, num_experts: int, num_chosen: int) -> Path:
-    """Write the mixture in bfloat16 into a directory of nanopage's cache, unless it is there.
+    """Write the mixture in bfloat16 into a directory of nanopage's cache, unless it exists.
 
     Each output of a random matrix has the variance of its inputs, so that tokens differ from layer to layer.
 
-    Args: dense: the directory of a model of the architecture LlamaForCausalLM.
+    Args: dense: the directory of a LlamaForCausalLM.
     """
     if config.architecture != "LlamaForCausalLM" or config.intermediate_size % num_chosen:
         refuse(f"{dense} must be a LlamaForCausalLM whose intermediate_size {num_chosen} divides", "--model")
@@ -79,7 +79,7 @@ def write_mixture(dense: Path, config: ModelConfig, num_experts: int, num_chosen
 
 
 def random_tensors(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of each tensor of a checkpoint of `config`, in bfloat16. The same at every call."""
+    """(name, tensor) of each tensor of a checkpoint of `config`, in bfloat16. Every call yields the same tensors."""
     generator = torch.Generator().manual_seed(0)
     for name, slot in loader.slots(loader.meta_model(config)).items():
         if name.endswith("norm.weight"):
@@ -99,7 +99,7 @@ def measure(
     seed: int,
     results: Results,
 ) -> None:
-    """Fill `results`. Engines and models take turns, iteration by iteration. What fails is left out from then on.
+    """Fill `results`. Engines and models take turns, iteration by iteration. Whatever fails is left out from then on.
 
     Args:
         setup: of the dense model.
@@ -172,7 +172,7 @@ def speeds(size: str, runs: list[Run]) -> list[float]:
 
 
 def describe(config: ModelConfig) -> str:
-    """Sizes of a model, and how many of its weights a token is multiplied by."""
+    """The sizes of a model, and how many of its weights a token is multiplied by."""
     experts = config.experts
     chosen = config.intermediate_size if experts is None else experts.num_chosen * experts.intermediate_size
     heads = config.num_heads + config.num_kv_heads

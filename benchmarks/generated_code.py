@@ -1,9 +1,9 @@
-"""What Inductor generates for the pieces of a decoder on a GPU (worker/jit.py): prints a list of pieces as JSON.
+"""Shows what Inductor generates for the pieces of a decoder on a GPU (worker/jit.py). Prints a list of pieces as JSON.
 
     python -m benchmarks.generated_code REQUESTS      a list of objects with the fields of Request, as JSON
 
-Without a GPU, weights and inputs are fake tensors on an H100 that does not exist. Inductor is told its properties, and
-stopped when the code is written: Triton compiles nothing, and nothing is run.
+Without a GPU, weights and inputs are fake tensors on an H100 that does not exist. Inductor is told the properties of an
+H100, and is stopped when the code is written: Triton compiles nothing, and nothing is run.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ from nanopage.weights import allocation, loader
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import make_sample_all
 
-GPU = torch.device("cuda", 0)  # without the number, torch would ask the driver for it
+GPU = torch.device("cuda", 0)  # without the index, torch would ask the driver for it
 H100 = SimpleNamespace(
     name="NVIDIA H100",
     major=9,
@@ -54,7 +54,7 @@ H100 = SimpleNamespace(
     warp_size=32,
     total_memory=80 * 2**30,
 )
-# What the code of a piece launches: products of cuBLAS, operators that Inductor does not look into, Triton kernels.
+# The calls that launch kernels: products of cuBLAS, operators that Inductor does not look into, Triton kernels.
 LAUNCH = re.compile(r"(extern_kernels\.\w+|torch\.ops\.\w+\.\w+)(?:\.\w+)?\(|(\w+)\.run\(")
 # nanopage's operators: the module, its kernel, and what launches it
 OPERATORS: dict[str, tuple[Any, str, Callable]] = {
@@ -65,7 +65,7 @@ OPERATORS: dict[str, tuple[Any, str, Callable]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """Which pieces to compile of the model in a directory, with its first `num_layers` layers; None: with all."""
+    """Which pieces to compile, of the first `num_layers` layers (None: all) of the model in a directory."""
 
     model: str
     dtype: str = "auto"
@@ -76,12 +76,12 @@ class Request:
 
 @dataclass
 class Piece:
-    """What was generated of a piece, for steps of several tokens or for those of a single one.
+    """The code generated for a piece, for steps of several tokens or of a single token.
 
     seconds   until the code was written; on a GPU, until it was also compiled and had run once
     size      bytes of the code
     launches  the names of the kernels and operators that the code launches, in order
-    inside    how many kernels nanopage's operators among these launch
+    inside    how many kernels nanopage's operators in `launches` launch
     """
 
     piece: str
@@ -93,7 +93,7 @@ class Piece:
 
 
 class Driver:
-    """What Inductor asks of Triton's driver."""
+    """The part of Triton's driver that Inductor needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -126,7 +126,7 @@ def pretend(stack: ExitStack) -> None:
     # Folding constants would compute them on the GPU.
     stack.enter_context(torch._inductor.config.patch(joint_graph_constant_folding=False))
     triton.runtime.driver.set_active(Driver())
-    # Indexing a tensor asks for the guard of its device, which a CPU's build of torch lacks. That of meta does nothing.
+    # Indexing a tensor needs its device's guard, which a CPU build of torch lacks. The guard of meta does nothing.
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 15).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     guards[1] = guards[1] or guards[14]  # by c10::DeviceType
@@ -155,7 +155,7 @@ class Inside(TorchDispatchMode):
             self.is_inside = False
             return result
         if self.is_inside and function.namespace == "aten":
-            with self:  # what it is made of
+            with self:  # count the operators that it is made of
                 result = function.decompose(*arguments, **options)
             if result is not NotImplemented:
                 return result
@@ -178,7 +178,7 @@ class Recorder:
             raise Written
 
     def wrap(self, name: str, compiled: Callable, index: int = -1) -> Callable:
-        """A function whose call compiles a piece, if it is wanted. index: of an argument with a row for each token."""
+        """A function whose call compiles a piece, if it is wanted. index: of an argument with one row per token."""
 
         def call(*arguments: Any) -> None:
             self.codes, started = [], time.perf_counter()

@@ -15,7 +15,7 @@ from benchmarks.report import figure, show_table, table_of
 
 PROMPT_LEN, NUM_STEPS = 16, 64
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-# How the engine is used: without text, with the text when a request ends, and with text after every token.
+# Ways to use the engine: without text, with text when a request ends, and with text after every token.
 USES = {"token ids": (False, True), "final text": (True, True), "streamed text": (True, False)}
 # Row of the table -> field of StepStats.
 PARTS = {
@@ -27,7 +27,7 @@ PARTS = {
 
 
 class ThroughBytes:
-    """Wraps an executor: messages travel as bytes, as between processes. Adds up how long that takes."""
+    """Wraps an executor: converts messages to bytes and back, as between processes. Adds up the time for that."""
 
     def __init__(self, executor: Any):
         self.executor, self.seconds, self.num_bytes = executor, 0.0, 0
@@ -70,7 +70,7 @@ def tiny_model(path: Path) -> Iterator[Path]:
 
 
 def measure(engine_of: Callable[[Path], Any], path: Path, num_seqs: int, num_iters: int, results: dict) -> None:
-    """Microseconds of the parts of a step of `num_seqs` decodes: medians over all steps. Fills "host"."""
+    """Measure the microseconds of each part of a step of `num_seqs` decodes: medians over all steps. Fills "host"."""
     with tiny_model(path) as tiny:
         engine = engine_of(tiny)
         executor = engine.executor = ThroughBytes(engine.executor)

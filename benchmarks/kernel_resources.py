@@ -1,10 +1,10 @@
-"""What the Triton kernels take of a GPU, by compiling them ahead of time. No GPU is needed.
+"""Shows which resources of a GPU the Triton kernels take, by compiling them ahead of time. No GPU is needed.
 
     python -m benchmarks.kernel_resources          the specializations of common models, as a table
-    python -m benchmarks.kernel_resources every    and those of uncommon ones
+    python -m benchmarks.kernel_resources every    also the specializations of uncommon models
     python -m benchmarks.kernel_resources few      each kernel once in each dtype, for a quick test
 
-Registers and stack are read from the cubin; a stack means that registers were spilled.
+Registers and stack are read from the cubin. A stack means that registers were spilled.
 """
 
 import json
@@ -27,7 +27,7 @@ from nanopage.quantization import quantized_linear
 
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-KEEPING = ("write_kernel", "rotate_kernel", "decode_kernel", "prefill_kernel")  # those that write or read the cache
+KEEPING = ("write_kernel", "rotate_kernel", "decode_kernel", "prefill_kernel")  # kernels that write or read the cache
 VOCAB_SIZE = 151_936  # Qwen3's
 SHARED = {75: 64, 80: 163, 90: 227, 100: 227}  # KiB that a program may take
 
@@ -49,7 +49,7 @@ class Specialization:
 
 @dataclass(frozen=True)
 class Product:
-    """The kernel of products with quantized weights as the engine launches it."""
+    """The kernel for products with quantized weights, as the engine launches it."""
 
     weights: str  # a key of WEIGHTS
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Product:
     bias: bool = False
 
 
-# What quantizes weights -> bits, inputs of a group (0: all), whether there are offsets, whether these are zero points.
+# Quantization -> bits, inputs in a group (0: all), whether there are offsets, whether offsets are zero points.
 WEIGHTS = {
     "awq": (4, 128, True, True),  # and gptq
     "gptq 8": (8, 128, True, True),
@@ -125,7 +125,7 @@ def every() -> Iterator[Specialization]:
 
 
 def products(which: str) -> Iterator[Product]:
-    """Of one token, of many, and with "every" of numbers between them. "few": each kind of weights and each dtype."""
+    """Products of one token and of many tokens; with "every", also of numbers between. "few": each kind and dtype."""
     if which == "few":
         for weights, dtype in (("awq", torch.bfloat16), ("int4", torch.float16), ("int8", torch.bfloat16)):
             yield from (Product(weights, dtype, tokens) for tokens in (1, 2048))
@@ -146,13 +146,13 @@ def compile_product(one: Product, architecture: int) -> Resources:
     constants |= {"OFFSETS": offsets, "ZERO_POINTS": zero_points, "BIAS": one.bias}
     data, scales = "*" + DTYPES[one.dtype], "*fp16" if group else "*fp32"
     types = {"x_ptr": data, "packed_ptr": "*u8", "scale_ptr": scales, "offset_ptr": scales, "bias_ptr": data}
-    types["out_ptr"] = data if one.bias else "*fp32"  # a bias is added to the whole sum, and not to that of a split
+    types["out_ptr"] = data if one.bias else "*fp32"  # a bias is added to the whole sum, not to a split's sum
     return compile_for(quantized_linear.linear_kernel, constants, types, quantized_linear.VARYING, architecture)
 
 
 def compile_ahead(one: Specialization, architecture: int) -> Resources:
     """Raises what Triton raises if it does not compile."""
-    rotates = one.kernel in ("rotate_kernel", "normed_kernel")  # the second is the first one with norms of the heads
+    rotates = one.kernel in ("rotate_kernel", "normed_kernel")  # normed_kernel is rotate_kernel with norms of the heads
     modules = {"write_kernel": cache_write, "floor_kernel": floors}
     module = modules.get(one.kernel, attention_kernels)
     kernel: Any = rotate_and_write.rotate_kernel if rotates else getattr(module, one.kernel)
@@ -193,7 +193,7 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
 def compile_for(
     kernel: Any, constants: dict[str, Any], types: dict[str, str], varying: dict[str, list[str]], architecture: int
 ) -> Resources:
-    """Args: types: of arguments that are not int32. varying: what is not specialized on."""
+    """Args: types: the types of arguments that are not int32. varying: arguments that are not specialized."""
     options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
@@ -238,7 +238,7 @@ def main(
     product_rows = []
     for target in targets:
         for one in kinds[which]():
-            if target >= (89 if one.cache else 80 if one.dtype == torch.bfloat16 else 0):  # there is none before
+            if target >= (89 if one.cache else 80 if one.dtype == torch.bfloat16 else 0):  # earlier GPUs have none
                 rows.append(asdict(one) | named(one.dtype, target) | asdict(compile_ahead(one, target)))
         for product in products(which):
             if target >= 80 or product.dtype != torch.bfloat16:

@@ -1,7 +1,7 @@
-"""The Triton kernels by themselves: time and bandwidth over batch, context and heads, beside what torch has.
+"""Measures the Triton kernels alone: time and bandwidth by batch, context and heads, compared with torch's kernels.
 
-A decode must read the K and V of every token once: bytes / time is set against a copy's bandwidth, measured in the same
-run. SDPA and FlexAttention get contiguous K and V, which a paged cache cannot give them: they are only a bound.
+A decode must read the K and V of every token once, so bytes / time is compared with the bandwidth of a copy, measured
+in the same run. SDPA and FlexAttention get contiguous K and V, which a paged cache cannot give: they are only a bound.
 """
 
 import statistics
@@ -21,7 +21,7 @@ GIB = 2**30
 HEADS = ((32, 8, 128), (9, 3, 64))  # query heads, KV heads, head_dim: Llama 3 8B's, SmolLM2 135M's
 DECODES = ((1, 512), (1, 4096), (1, 32768), (8, 4096), (32, 512), (32, 4096), (64, 4096), (128, 1024), (256, 512))
 PROMPTS = ((1, 512), (1, 4096), (8, 512), (8, 2048))
-CHUNKS = ((1, 32768, 32), (1, 32768, 256))  # of that many queries: a turn of a chat, over what is cached
+CHUNKS = ((1, 32768, 32), (1, 32768, 256))  # the last number: queries of a chat's turn, after cached tokens
 BLOCK_SIZE = 16
 DEVICE = torch.device("cuda")
 
@@ -68,15 +68,15 @@ def cells(row: dict[str, Any], copy: float) -> list[str]:
 
 
 def copy_bandwidth() -> float:
-    """GB/s, bytes read and bytes written."""
+    """The bandwidth of a copy in GB/s, counting bytes read and bytes written."""
     source = torch.empty(GIB, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * GIB / (time_of(lambda: target.copy_(source), 20) / 1e6) / 1e9
 
 
 def time_of(function: Callable[[], Any], num_iters: int) -> float:
-    """Microseconds, the median. Before every call, a buffer that is larger than the GPU's cache is read. If it were
-    written, the cache would have to write it back to memory during the call."""
+    """The median time in microseconds. Before every call, a buffer that is larger than the GPU's cache is read. If it
+    were written, the cache would have to write it back to memory during the call."""
     flush = torch.zeros(GIB // 16, dtype=torch.float32, device=DEVICE)
     for _ in range(3):
         function()
@@ -118,7 +118,7 @@ def measure(
     attention = paged_attention.make_attention(no_slots, tables, query_lens, seq_lens, *sizes)
     row: dict[str, Any] = {"kind": kind, "batch": batch, "tokens": tokens, "queries": queries}
     row["heads"] = f"{heads}/{kv_heads} x {head_dim}"
-    # Captured, as the engine runs decodes, so that launches take no time.
+    # Captured as a CUDA graph, as the engine runs decodes, so that launches take no time.
     ours = captured(lambda: attention.attend(q, kv_cache))
     row["nanopage"] = time_of(ours, num_iters)
     num_bytes = 2 * batch * tokens * kv_heads * head_dim * kv_cache.itemsize
@@ -129,7 +129,7 @@ def measure(
     row["reference"] = time_if_it_runs(lambda: lambda: grouped.attend(q, kv_cache), max(3, num_iters // 10))
     shapes = (heads, queries), (kv_heads, tokens), (kv_heads, tokens)
     a, k, v = (torch.randn(batch, n, length, head_dim, device=DEVICE, dtype=dtype) for n, length in shapes)
-    causal = kind == "prefill"  # SDPA's mask is not for fewer queries than keys: of a chunk it computes all pairs
+    causal = kind == "prefill"  # SDPA's mask is not for fewer queries than keys: for a chunk, it computes all pairs
     row["sdpa"] = time_if_it_runs(
         lambda: captured(lambda: F.scaled_dot_product_attention(a, k, v, is_causal=causal, enable_gqa=True)), num_iters
     )
@@ -166,7 +166,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], Tensor]:
     def before(b, h, query, key):
         return cached + query >= key
 
-    torch._dynamo.reset()  # after some shapes it would go on without compiling
+    torch._dynamo.reset()  # otherwise it would stop compiling after some shapes
     mask = create_block_mask(before, None, None, q.shape[2], k.shape[2]) if causal else None
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)

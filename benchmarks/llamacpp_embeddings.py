@@ -1,7 +1,7 @@
-"""Embeddings of a BERT by llama.cpp, for bench.py embed. llama-cpp-python must be installed beside nanopage, built as
-the first lines of peers/llamacpp.py say.
+"""Embeddings of a BERT by llama.cpp, for bench.py embed. llama-cpp-python must be installed together with nanopage, and
+built as the first lines of peers/llamacpp.py say.
 
-The model is written as a .gguf file of the same dtype. No vocabulary is written, since llama.cpp gets token ids.
+The model is written as a .gguf file of the same dtype. No vocabulary is written, because llama.cpp gets token ids.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.peers.llamacpp import float32_tensors
 
 BATCH = 512  # tokens, the longest text of most models; 256 and 1,024 are about as fast
-MOST_TEXTS = 64  # of a batch
+MOST_TEXTS = 64  # in a batch
 
 
 def write_gguf(directory: Path, file: Path, dtype: str) -> None:

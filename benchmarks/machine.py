@@ -31,8 +31,8 @@ def cpu_name() -> str:
 
 
 def cpu_has(feature: str) -> bool:
-    """Whether the processor has these instructions, by their name in torch, such as "avx512_f". The environment, which
-    can keep torch from using them, does not count."""
+    """Whether the processor has these instructions, by their name in torch, such as "avx512_f". Ignores the
+    environment, which can keep torch from using them."""
     import torch
 
     return bool(torch.cpu.get_capabilities().get(feature))
@@ -50,7 +50,7 @@ def nvidia_smi(gpu: str) -> str | None:
 
 
 def machine_state(device: str) -> tuple[str, dict[str, str]]:
-    """The name of the CPU or GPU, and what else a header has: of a GPU, what `nvidia_smi` says, if anything."""
+    """The name of the CPU or GPU, and further fields of a header: for a GPU, what `nvidia_smi` says, if anything."""
     if device == "cpu":
         return cpu_name(), {}
     import torch
@@ -61,9 +61,9 @@ def machine_state(device: str) -> tuple[str, dict[str, str]]:
 
 
 def read_bandwidth(threads: int) -> float:
-    """GB/s at which all threads together read a buffer of 1 GiB, far more than caches hold: the best of 7 readings.
+    """The GB/s at which all threads together read a buffer of 1 GiB, far more than caches hold: the best of 7 readings.
 
-    The buffer is in pages of 2 MiB if the system has them: with small pages the figure depends on where they lie.
+    The buffer is in pages of 2 MiB if the system has them. With small pages, the figure depends on where they lie.
     """
     import torch
 
@@ -81,12 +81,12 @@ def read_bandwidth(threads: int) -> float:
 
 
 def product_speed(threads: int, dtype: str, quantization: str | None) -> float:
-    """GFLOP/s of the fastest matrix products that an engine could use, 512 x 1024 by 1024 x 1024, by torch's libraries:
-    the best of 30 of each kind, or of what fits into a second.
+    """GFLOP/s of the fastest matrix products that an engine could use, 512 x 1024 by 1024 x 1024, with torch's
+    libraries: the best of 30 products of each kind, or of as many as fit into a second.
 
     The kinds are float32; with the dtype bfloat16, also bfloat16, if the processor has instructions for it; with int8
-    or int4 weights, also int8 by int8. torch multiplies float32 by MKL, which does not use all of some processors, so
-    oneDNN multiplies it as well. A multiplication and an addition count as two operations in each.
+    or int4 weights, also int8 by int8. torch multiplies float32 with MKL, which does not fully use some processors, so
+    oneDNN is tried as well. In every kind, a multiplication and an addition count as two operations.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What the memory manager is worth: parallel sampling, preemption by swap and by recomputation, slots never filled."""
+"""What the memory manager gains: parallel sampling, preemption by swap and by recomputation, slots never filled."""
 
 import random
 import statistics
@@ -12,8 +12,8 @@ from benchmarks.report import console, figure, show_table, spread, table_of
 from benchmarks.steps import listening
 from nanopage.outputs import StepStats
 
-FORK_LENGTHS = 512, 64  # tokens of the prompt and of each completion
-NUM_PREEMPTED = 32  # requests that are three times the pool
+FORK_LENGTHS = 512, 64  # tokens in the prompt and in each completion
+NUM_PREEMPTED = 32  # requests that need three times the pool
 
 
 def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> None:
@@ -46,8 +46,7 @@ def measure_forks(engine, rng: random.Random, num_iters: int, results: dict) -> 
 
 
 def measure_preemption(engine_of: Callable, rng: random.Random, num_iters: int, results: dict) -> None:
-    """Requests whose tokens are three times the pool, preempted by recomputation and by swapping. Fills
-    "preemption"."""
+    """Requests that need three times the pool, preempted by recomputation and by swapping. Fills "preemption"."""
     lengths = [(rng.randint(32, 256), rng.randint(32, 128)) for _ in range(NUM_PREEMPTED)]
     pool = sum(-(-(i + o) // 16) for i, o in lengths) // 3
     options = {"num_gpu_blocks_override": pool, "max_model_len": 256 + 128, "dtype": "float32"}

@@ -1,15 +1,15 @@
 """The figures of `bench.py serve` and their table, named as by `vllm bench serve`.
 
-Of a request, in milliseconds:
+For each request, in milliseconds:
 
     TTFT    first token - arrival
     E2EL    last token - arrival
     TPOT    (E2EL - TTFT) / (output tokens - 1)
-    ITL     every time between two of its tokens
+    ITL     each time between two of its tokens
 
-These are vLLM's definitions except for the arrival: here it is the scheduled one, so that waiting for the current step,
-for a place under --max-concurrency and for a late loop all count. vLLM's clock starts when a request is sent. Through
-HTTP, a token comes when the chunk with its text does.
+These are vLLM's definitions, except for the arrival. Here it is the scheduled arrival, so that all waiting counts: for
+the current step, for a place under --max-concurrency, and for a late loop. vLLM's clock starts when a request is sent.
+Through HTTP, a token comes when the chunk with its text comes.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
-WIDTH = 50  # of the table
+WIDTH = 50  # columns of the table
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Sample:
 
 @dataclass
 class Run:
-    """One rate's requests."""
+    """The requests of one rate."""
 
     requests: list[Served]
     duration: float = 0.0
@@ -85,7 +85,7 @@ class Run:
 def summary(run: Run, percentiles: list[float], goodput: dict[str, float], of_engine: bool = True) -> dict[str, Any]:
     """What serve.schema.json says of a run, without its rate, requests and timeline.
 
-    Args: of_engine: whether the engine was in this process; of a server, its inner figures are not known.
+    Args: of_engine: whether the engine was in this process. The inner figures of a server are not known.
     """
     good = [request for request in run.requests if request.error is None and request.token_times]
     failed = sum(request.error is not None for request in run.requests)
@@ -173,7 +173,7 @@ def show(result: dict[str, Any], max_concurrency: int | None, shown: list[str], 
         lines.append("Engine".center(WIDTH, "-"))
         lines.append(line(("Preemptions", result["preemptions"])))
         lines.append(line(("Prefix cache hit rate (%)", 100 * result["prefix_cache_hit_rate"])))
-    if of_engine and not result["unfinished"]:  # the law is of a system that becomes empty
+    if of_engine and not result["unfinished"]:  # the law holds for a system that becomes empty
         lines.append("Little's Law".center(WIDTH, "-"))
         lines.append(line(("Mean requests in system, counted", result["mean_requests_in_system"])))
         lines.append(line(("Request throughput x mean E2EL", expected)))

@@ -1,4 +1,4 @@
-"""Latency and throughput of requests that are all there from the start, alone or in turn with transformers."""
+"""Latency and throughput of requests that all arrive at the start, alone or in turn with transformers."""
 
 import contextlib
 import random
@@ -30,7 +30,7 @@ from benchmarks.report import (
 
 @dataclass
 class Results:
-    """Everything measured, as the JSON file has it. `runs`: engine -> one Run for each iteration."""
+    """Everything measured, in the form of the JSON file. `runs`: engine -> one Run for each iteration."""
 
     header: dict[str, str]
     setup_seconds: dict[str, float]
@@ -40,7 +40,7 @@ class Results:
     kv_bytes_of_a_token: int
     failures: dict[str, str] = field(default_factory=dict)  # of peers
     prefix_cache_hit_tokens: int = 0
-    utilization: list[dict[str, Any]] = field(default_factory=list)  # of nanopage: Phases, for each iteration
+    utilization: list[dict[str, Any]] = field(default_factory=list)  # nanopage's Phases, for each iteration
 
 
 def bench(
@@ -76,9 +76,9 @@ def bench(
         check_lengths(lengths, config, requests.options)
         options = {"model": str(path), "max_num_seqs": max(256, len(lengths))} | switches
         device = resolve_device(EngineConfig(**options).device)
-        if compare and device.type == "cuda":  # the peers need memory, too: blocks for all requests, and some more
+        if compare and device.type == "cuda":  # the peers need memory, too: take blocks for all requests and some more
             options["num_gpu_blocks_override"] = sum(-(-(i + o) // 16) for i, o in lengths) * 5 // 4 + 16
-        # On a GPU before the engine takes its memory; on a CPU as late as possible, because its speed drifts.
+        # On a GPU, measure before the engine takes its memory. On a CPU, as late as possible, because its speed drifts.
         bandwidth = utilization.bandwidth(device) if device.type == "cuda" else {}
         resolved = time.perf_counter()
         llm = LLM(**options)
@@ -134,7 +134,7 @@ def take_turns(
 
     Args:
         engine: nanopage's LLMEngine.
-        label: of the iteration; "warm-up" does not count.
+        label: the label of the iteration; "warm-up" does not count.
     """
     work = requests.work(rng, engine)
     engine.reset_prefix_cache()  # the prompts of a file repeat
@@ -151,7 +151,7 @@ def take_turns(
 
 
 def show(results: Results, command: str) -> None:
-    """Print what the complete iterations came to."""
+    """Print the results of the complete iterations."""
     from benchmarks import utilization
 
     complete = len(results.utilization)
@@ -188,7 +188,7 @@ def load_peers(
 
 
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:
-    """Print medians, with the lowest and highest run. The decode speed is that of one request."""
+    """Print medians, with the lowest and highest run. The decode speed is the speed of one request."""
     title = f"{command}: median [lowest-highest] of {len(runs['nanopage'])}"
     peers = [name for name in runs if name != "nanopage"]
     ratio = "ratio, pair by pair" if len(peers) == 1 else "nanopage / {}, pair by pair"

@@ -1,5 +1,5 @@
-"""The files that bench.py writes. Measuring takes minutes, so results must not be lost: paths are checked first, a run
-that is stopped writes what it has measured, and a file that cannot be written is kept elsewhere."""
+"""The files that bench.py writes. Measuring takes minutes, so results must not be lost: paths are checked first, a
+stopped run writes what it has measured, and if a file cannot be written, its data is kept elsewhere."""
 
 import contextlib
 import json
@@ -34,7 +34,7 @@ class Stopped(SystemExit):
 def stopped_by_signals() -> Iterator[None]:
     """Make the first SIGINT, SIGTERM or SIGHUP raise Stopped in the main thread. Until the block ends, later ones are
     ignored, so that they do not disturb the writing of results."""
-    # A signal that is ignored already stays ignored, such as SIGHUP under nohup.
+    # A signal that is already ignored stays ignored, such as SIGHUP under nohup.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     handled = [number for number, handler in before.items() if handler != signal.SIG_IGN]
 
@@ -56,7 +56,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 
 def check_outputs(outputs: dict[str, Path | None], inputs: dict[str, Path | None] | None = None) -> None:
-    """Refuse files that cannot be written, or that another option names, too. Changes nothing.
+    """Refuse files that cannot be written, or that another option names as well. Changes nothing.
 
     Args:
         outputs: option -> file to write.
@@ -114,7 +114,7 @@ def recorded(file: Path | None, results: Callable[[], dict[str, Any]]) -> Iterat
     """Write the results as JSON when the block ends, however it ends. "complete" says whether it ran to its end.
 
     Args:
-        file: of --json. None: nothing is written.
+        file: the file of --json. None: nothing is written.
         results: returns what has been measured so far.
     """
     record = Record()

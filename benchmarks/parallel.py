@@ -1,4 +1,4 @@
-"""What it costs to divide a model among workers in processes, beside one worker in this process."""
+"""What it costs to divide a model among workers in processes, compared with one worker in this process."""
 
 import random
 import statistics
@@ -61,8 +61,8 @@ def measure(engine_of: Callable[..., Any], path: Path, workers: int, output_len:
 
 
 def measure_overhead(engine_of: Callable[..., Any], path: Path, num_iters: int, results: dict) -> None:
-    """Milliseconds of a step of a model of one small layer, in this process and in one of its own. The two engines take
-    turns, so that a machine whose speed drifts treats them alike."""
+    """Milliseconds of a step of a model of one small layer, in this process and in a separate process. The two engines
+    take turns, so that a machine whose speed drifts treats them alike."""
     with tiny_model(path) as tiny:
         options = {"enforce_eager": True, "max_num_seqs": max(OVERHEAD_SEQS)}
         engines = {
@@ -90,7 +90,7 @@ def measure_overhead(engine_of: Callable[..., Any], path: Path, num_iters: int, 
 
 
 def run(engine: Any, num_seqs: int, output_len: int) -> list[float]:
-    """Seconds of each step that has only decodes of all sequences."""
+    """Seconds of each step in which all sequences decode."""
     from nanopage import SamplingParams
 
     rng, seconds = random.Random(0), []
@@ -107,7 +107,7 @@ def run(engine: Any, num_seqs: int, output_len: int) -> list[float]:
 
 
 def runs(engine: Any, num_seqs: int, output_len: int, num_iters: int) -> dict[str, Any]:
-    """Medians of several runs of so many requests at once: prompts of PROMPT_LEN tokens, outputs of `output_len`."""
+    """Medians of several runs of `num_seqs` requests at once: prompts of PROMPT_LEN tokens, outputs of `output_len`."""
     from nanopage import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
@@ -131,6 +131,6 @@ def runs(engine: Any, num_seqs: int, output_len: int, num_iters: int) -> dict[st
 
 
 def bytes_on_loopback() -> int:
-    """What this machine has sent to itself through TCP. Messages between the engine and its workers are not part of
-    it."""
+    """Bytes that this machine has sent to itself through TCP. Does not include messages between the engine and its
+    workers."""
     return psutil.net_io_counters(pernic=True)["lo"].bytes_sent

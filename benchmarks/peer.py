@@ -1,4 +1,4 @@
-"""An engine in its own process, as bench.py sees it; peers/protocol.py is the other end."""
+"""An engine in its own process: bench.py's end of the connection. peers/protocol.py is the other end."""
 
 import contextlib
 import json
@@ -18,11 +18,11 @@ ROOT = Path(__file__).parent.parent
 
 
 class PeerError(RuntimeError):
-    """An engine's process ended before it answered; the message has the end of its log."""
+    """An engine's process ended before it answered. The message has the end of its log."""
 
 
 class Peer:
-    """The process, from its start on. `environment` is added to this process's."""
+    """The process of an engine. `environment` is added to this process's environment."""
 
     def __init__(self, command: list[str], threads: int, environment: dict[str, str] | None = None):
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed with the process)
@@ -35,7 +35,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            start_new_session=True,  # so that Ctrl-C does not reach it, and what it starts can be ended with it
+            start_new_session=True,  # so that Ctrl-C does not reach it, and its descendants can be ended with it
         )
         self.requests = cast(IO[str], self.process.stdin)
         self.answers = cast(IO[str], self.process.stdout)
@@ -63,7 +63,7 @@ class Peer:
         return PeerError("\n".join([f"exit code {code}", *self.log.read().splitlines()[-15:]]))
 
     def cpu_seconds(self) -> float:
-        """CPU time of the process and of its children until now."""
+        """CPU time so far of the process and its children."""
         total = 0.0
         for each in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -72,7 +72,7 @@ class Peer:
         return total
 
     def processes(self) -> list[psutil.Process]:
-        """The process and its descendants, also in sessions of their own. Empty when the process has ended."""
+        """The process and its descendants, even in other sessions. Empty when the process has ended."""
         if self.process.poll() is not None:  # its id may be another process's by now
             return []
         try:
@@ -90,7 +90,7 @@ class Peer:
         self.kill()
 
     def kill(self) -> None:
-        """End the process and all that it has started. Does nothing the second time."""
+        """End the process and all its descendants. A second call does nothing."""
         if self.log.closed:
             return
         for each in self.processes():
@@ -103,7 +103,7 @@ class Peer:
 
 
 def prepare(command: list[str], threads: int) -> None:
-    """Let an engine make what it keeps on disk. Raises PeerError."""
+    """Let an engine make the files that it keeps on disk. Raises PeerError."""
     peer = Peer(command, threads)
     try:
         if peer.process.wait():

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from benchmarks.metrics import METRICS, Sample, percentile_name
 from benchmarks.outputs import write
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # because utilization imports torch
     from benchmarks.utilization import Step
 
 

@@ -22,7 +22,7 @@ class State:
     total: int  # requests
     done: int = 0
     stats: StepStats = field(default_factory=StepStats)  # of the last step
-    preempted: int = 0  # requests, since the start, like the counts below
+    preempted: int = 0  # requests preempted since the start; the counts below are since the start, too
     computed_tokens: int = 0  # of prompts
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -37,7 +37,7 @@ class State:
         self.output_tokens += stats.output_tokens
 
     def line(self, width: int, seconds: float) -> str:
-        """At most `width` characters: the fields that fit, the most important first. `seconds`: since the start."""
+        """A line of at most `width` characters, with the most important fields. `seconds`: since the start."""
         stats = self.stats
         fields = [
             self.label,
@@ -68,7 +68,7 @@ def progress(engine: Any, label: str, total: int) -> Iterator[None]:
     state, started = State(label, total), time.perf_counter()
 
     def draw() -> Text:
-        # Less than the width: some terminals wrap in the last column.
+        # Use less than the width, because some terminals wrap in the last column.
         return Text(state.line(console.width - 1, time.perf_counter() - started), no_wrap=True, overflow="crop")
 
     # stdout may be a file.

@@ -1,7 +1,7 @@
-"""W7 and W8 of compare: each question is put to a new process, whose start counts, as in a short program.
+"""W7 and W8 of compare: a new process answers each question, and its start counts, as in a short program.
 
-nanopage's cache of compiled code is empty at first, and nanopage compiles in the background, as it does by itself.
-The other engines keep what they have on disk.
+nanopage's cache of compiled code is empty at first, and nanopage compiles in the background, as it does by default.
+The other engines keep their files on disk.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from benchmarks.peer import Peer
 from benchmarks.peers.protocol import Run, Work
 
 PROCESSES = {"W7": 1, "W8": 3}  # workload -> how many processes, one after another
-MARK = "NANOPAGE_BENCH"  # a variable in the environment of an engine's processes, by which they are found
+MARK = "NANOPAGE_BENCH"  # an environment variable that marks the processes of an engine
 LONGEST_WAIT = 300.0  # seconds
 
 
@@ -24,16 +24,16 @@ LONGEST_WAIT = 300.0  # seconds
 class Question(Run):
     """`seconds` and `ttft` count from the start of the process."""
 
-    seconds_waited: float = 0.0  # before that, until nothing of the engine ran any more
+    seconds_waited: float = 0.0  # before the start, until no process of the engine ran
 
 
 def ask_in_new_processes(
     engine: str, command: list[str], threads: int, work: list[Work], busy: int
 ) -> tuple[list[Question], dict[str, str]]:
-    """Put each question to a process of its own, when nothing of the previous one runs any more, or after LONGEST_WAIT.
-    In the end, kill what still runs.
+    """Put each question to a new process, once no process of the previous question runs, or after LONGEST_WAIT.
+    At the end, kill the processes that still run.
 
-    Args: busy: cores that are busy with something else from the start of a process to its answer.
+    Args: busy: the number of cores that are otherwise busy from the start of a process to its answer.
     Returns: the answers and the engine's versions.
     Raises: PeerError.
     """
@@ -70,7 +70,7 @@ def ask_in_new_processes(
 
 
 def wait_until_idle(home: str) -> float:
-    """Returns the seconds that it took, at most LONGEST_WAIT."""
+    """Wait until no process of the engine runs, at most LONGEST_WAIT. Returns the seconds that it took."""
     started = time.perf_counter()
     while running(home) and time.perf_counter() - started < LONGEST_WAIT:
         time.sleep(0.2)
@@ -78,10 +78,10 @@ def wait_until_idle(home: str) -> float:
 
 
 def running(home: str) -> list[psutil.Process]:
-    """The processes that have the mark, also those whose parents have ended."""
+    """The processes that have the mark, even if their parents have ended."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
+        with contextlib.suppress(psutil.Error, OSError):  # the process has ended, or belongs to another user
             if process.environ().get(MARK) == home:
                 found.append(process)
     return found

@@ -1,4 +1,4 @@
-"""The recorded scenarios of the live view: nanopage/server/runs/*.jsonl.gz.
+"""The recorded scenarios of the live view: nanopage/view/runs/*.jsonl.gz.
 
     python -m benchmarks.recordings          record all four with the default model
     python -m benchmarks.recordings beams    only one

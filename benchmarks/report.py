@@ -19,7 +19,7 @@ console = Console()
 
 
 def plain(text: str) -> str:
-    """Text from outside, for `console.print`: neither control characters nor rich's markup."""
+    """Make text from outside safe for `console.print`: no control characters, and no rich markup."""
     return escape(printable(text))
 
 
@@ -35,7 +35,7 @@ def errors_by_name() -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_out_if_it_fails(name: str, failures: dict[str, str]) -> Iterator[None]:
-    """If a peer fails, with any kind of error, print it, keep it under the peer's name, and go on."""
+    """If a peer fails, print the error, whatever it is, record it under the peer's name, and go on."""
     try:
         yield
     except Exception as error:
@@ -75,8 +75,8 @@ def show_table(table: Table) -> None:
 
 
 def figure(value: float | None) -> str:
-    """Three significant digits, with at most three decimals and all digits before the point. Integers have all their
-    digits, and None is "-"."""
+    """A number with three significant digits, at most three decimals, and all digits before the point. Integers keep
+    all their digits, and None is "-"."""
     if value is None:
         return "-"
     if isinstance(value, int):

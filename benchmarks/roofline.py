@@ -1,17 +1,16 @@
-"""The least time that a batch of requests can take on a machine: by the speed of its memory, and of its arithmetic.
+"""The least time that a batch of requests can take on a machine, by the speed of its memory and of its arithmetic.
 
-Memory: the weights are read once for each token of the longest output, since its tokens come one after another; the K
-and V of the context, for each token of each output but the first. A weight has as many bytes as in the checkpoint or in
-the dtype, whichever is less; with int8, one; with int4, half of one in the layers, besides 16 bits of scale for each 32
-weights, and one in the head; from a .gguf file, as many as there.
+Memory: the weights are read once for each token of the longest output, because its tokens come one after another. The K
+and V of the context are read for each token of each output but the first. A weight has as many bytes as in the
+checkpoint or in the dtype, whichever is less. With int8, it has one byte. With int4, it has one byte in the head and
+half a byte in the layers, plus 16 bits of scale for each 32 weights there. From a .gguf file, it has its bytes there.
 
 Arithmetic: 2 operations for each weight of the layers and each token, and for each weight of the head and each token of
-an output; in attention, 4 for each element of a query and each token that it attends to. A prefix that prompts share is
-computed once.
+an output. In attention, 4 operations for each element of a query and each token that it attends to. A prefix that
+prompts share is computed once.
 
-The embedding counts only where it is the head, because few of its rows are read. Everything else is free, and memory
-and arithmetic never wait for each other. So no engine reaches the larger limit, except where the caches hold the
-weights.
+The embedding counts only if it is the head, because few of its rows are read. Everything else is free, and memory and
+arithmetic never wait for each other. So no engine reaches the larger limit, unless the caches hold the weights.
 """
 
 import math
@@ -31,7 +30,7 @@ INT4_BYTES = 1 / 2 + 2 / 32  # of a weight, with its share of a scale
 
 @dataclass
 class Speed:
-    """What machine.py measured."""
+    """The speeds that machine.py measured."""
 
     read_gb_s: float
     product_gflop_s: float
@@ -50,7 +49,7 @@ class Roofline:
 
 @dataclass
 class Weights:
-    """Of a checkpoint: the number of those that every token passes through, and the bytes of all."""
+    """The weights of a checkpoint: the number that every token passes through, and the bytes of all."""
 
     in_layers: int
     in_head: int
@@ -58,11 +57,11 @@ class Weights:
 
 
 def roofline(work: list[Work], config: ModelConfig, weights: Weights, dtype: str, speed: Speed) -> Roofline:
-    """Args: dtype: of K and V: bfloat16 or float32."""
+    """Args: dtype: the dtype of K and V, bfloat16 or float32."""
     computed = attended = attended_by_outputs = 0  # tokens
     before: list[int] = []
     for w in sorted(work, key=lambda w: w.prompt):  # neighbours share the longest prefixes
-        pairs = zip(before, w.prompt[:-1], strict=False)  # the last token is computed in any case, for its logits
+        pairs = zip(before, w.prompt[:-1], strict=False)  # the last token is always computed, for its logits
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         end = len(w.prompt) + w.output_len - 1  # nothing follows the last token
         computed += end - shared
@@ -77,7 +76,7 @@ def roofline(work: list[Work], config: ModelConfig, weights: Weights, dtype: str
 
 
 def attended_tokens(config: ModelConfig, start: int, end: int) -> int:
-    """How many tokens the positions start to end - 1 attend to, themselves included, in all layers together."""
+    """How many tokens the positions from start to end - 1 attend to, including themselves, in all layers together."""
     return sum(
         num_layers * sum(min(i + 1, window or i + 1) for i in range(start, end))
         for window, num_layers in Counter(config.sliding_windows).items()
@@ -90,7 +89,7 @@ def kv_bytes_of_a_layer(config: ModelConfig, dtype: str) -> int:
 
 
 def read_weights(path: Path, config: ModelConfig, dtype: str, quantization: str | None) -> Weights:
-    """By the headers of the checkpoint's files. Raises: as GGUFCheckpoint and `stored_tensors`."""
+    """Read the Weights from the headers of the checkpoint's files. Raises: as GGUFCheckpoint and `stored_tensors`."""
     head, unread = "lm_head.weight", "model.embed_tokens.weight"
     if config.tie_word_embeddings:
         head, unread = unread, head

@@ -1,9 +1,9 @@
 """An engine, or a server, under requests that arrive in real time: latency, throughput and goodput, named as by `vllm
 bench serve`.
 
-What a run of the engine measured is checked against Little's law, L = throughput x mean E2EL: L, the mean number of
-requests in the system (arrived and not finished), is counted at the end of every step and integrated over the clock's
-time, while the right side comes from the times of the requests. A server is driven by server.py.
+A run of the engine is checked against Little's law, L = throughput x mean E2EL. L is the mean number of requests in the
+system (arrived and not finished). It is counted at the end of every step and integrated over time, while the right side
+comes from the times of the requests. server.py drives a server.
 """
 
 import bisect
@@ -33,8 +33,8 @@ from benchmarks.view import recording, viewed
 from nanopage.outputs import StepStats
 
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-MAX_NUMBERS = 100  # of a list: a picture has a part for each rate
-MIN_BURSTINESS = 0.01  # far below it the gaps are less than any float above 0
+MAX_NUMBERS = 100  # in a list, because a picture has a part for each rate
+MIN_BURSTINESS = 0.01  # far below it, gaps are smaller than the smallest positive float
 
 
 def serve(
@@ -61,12 +61,12 @@ def serve(
 
     Args:
         switches: options of EngineConfig.
-        base_url: of the server to measure. None: an engine in this process.
-        source: the data. If it is Requests, they are a trace's, and their arrivals replace `rates`.
-        what: for the header.
+        base_url: the URL of the server to measure. None: an engine in this process.
+        source: the data. If it is Requests, they come from a trace, and their arrivals replace `rates`.
+        what: the description for the header.
         goodput: metric -> milliseconds.
         shown: the metrics of the table; the JSON file has all.
-        num_warmups: requests, all at once, before the first rate.
+        num_warmups: the number of requests, all at once, before the first rate.
         view: show the live view in the terminal while the engine runs.
         record_file: gets a recording of all rates for the live view.
     """
@@ -148,7 +148,7 @@ def serve(
 
 
 def warm_up_work(requests: Requests, rng: random.Random, engine: Any, count: int) -> list[Work]:
-    """`count` requests. They repeat if there are fewer."""
+    """Take `count` requests. They repeat if there are fewer."""
     work: list[Work] = []
     while len(work) < count:
         work += requests.work(rng, engine)
@@ -173,15 +173,15 @@ def drive(
 
     Args:
         max_concurrency: most requests in the engine at once; the others wait outside.
-        now: the clock that the engine's RequestMetrics are on.
+        now: the clock of the engine's RequestMetrics.
     """
     arrivals = [request.arrival for request in run.requests]
     limit = max_concurrency or len(work)
     submitted = departed = 0
     in_engine: set[str] = set()
-    area = 0.0  # under the number of requests in the system
+    area = 0.0  # the integral of the number of requests in the system
     start = now()
-    last = 0.0  # until when the area is known
+    last = 0.0  # the time up to which the area is known
 
     def after_step(stats: StepStats) -> None:
         time_ = now() - start
@@ -238,8 +238,8 @@ def take_stats(run: Run, stats: StepStats, time_: float, held_back: int) -> None
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start: gaps of a gamma distribution of shape `burstiness` and mean 1 / rate (1 is a Poisson
-    process, below it comes in bursts, inf is regular), scaled so that the last comes at count / rate, as in vLLM."""
+    """Arrivals in seconds after the start. Gaps have a gamma distribution of mean 1 / rate and shape `burstiness` (1: a
+    Poisson process, less: bursts, inf: regular), scaled so that the last arrival is at count / rate, as in vLLM."""
     if rate == math.inf:
         return [0.0] * count
     if burstiness == math.inf:
@@ -252,7 +252,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 
 def result_name(model: str, rates: list[float], max_concurrency: int | None) -> str:
-    """A name like the one that `vllm bench serve --save-result` gives the file, for the backend "nanopage"."""
+    """The file name that `vllm bench serve --save-result` would use for a backend "nanopage"."""
     rate = ",".join(f"{rate:g}" for rate in rates) + "qps" if rates else "trace"
     most = f"-concurrency{max_concurrency}" if max_concurrency else ""
     return f"nanopage-{rate}{most}-{os.path.basename(os.path.abspath(model))}-{datetime.now():%Y%m%d-%H%M%S}.json"

@@ -1,8 +1,8 @@
 """A server of OpenAI's API under requests that arrive in real time: what `bench.py serve --base-url` measures.
 
 Any server with /v1/models and a streaming /v1/completions that takes token ids and `ignore_eos` can be measured:
-nanopage's, vLLM's, llama.cpp's. Each request has a thread and a connection of its own: this takes less
-CPU time, which the server may need, than an event loop with a client library.
+nanopage's, vLLM's, llama.cpp's. Each request has a thread and a connection of its own. Threads take less CPU time,
+which the server may need, than an event loop with a client library.
 """
 
 import http.client
@@ -22,7 +22,7 @@ from benchmarks.metrics import Run, Served
 from benchmarks.peers.protocol import Work
 from nanopage.config.model import ModelConfig
 
-SECONDS_OF_SILENCE = 600.0  # after which a request has failed
+SECONDS_OF_SILENCE = 600.0  # after which a request counts as failed
 MAX_THREADS = 4096  # requests at once
 MAX_MESSAGE = 300  # characters of a server's error
 
@@ -30,8 +30,8 @@ MAX_MESSAGE = 300  # characters of a server's error
 class Server:
     """A server at `base_url`, such as http://127.0.0.1:8000. A key for it is read from OPENAI_API_KEY.
 
-    Args: config: of the model that it serves; random prompts are drawn from its vocabulary.
-    Raises: OSError if it does not answer, ValueError if the answers are not those of such a server.
+    Args: config: the config of the model that it serves. Random prompts are drawn from its vocabulary.
+    Raises: OSError if the server does not answer, ValueError if it answers as no such server does.
     """
 
     def __init__(self, base_url: str, config: ModelConfig):
@@ -65,7 +65,7 @@ class Server:
         """Send each request when it has arrived, and wait until all are done. Fills `run` as it goes, so that an
         exception leaves what was measured.
 
-        Args: max_concurrency: most requests that are sent and not answered; the others wait.
+        Args: max_concurrency: most unanswered requests; further requests wait.
         Raises: ValueError for more requests at once than this client has threads.
         """
         limit = min(max_concurrency or len(work), len(work))
@@ -146,7 +146,7 @@ class Server:
 
 
 def read_events(response: Any, start: float) -> tuple[list[float], int | None]:
-    """(times of the chunks with tokens, output tokens that the server says it made) of a stream of completions.
+    """(times of the chunks with tokens, output tokens as the server counts them) of a stream of completions.
 
     Chunks that only end a choice have no token. Times are seconds after `start`.
 

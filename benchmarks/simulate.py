@@ -1,4 +1,4 @@
-"""`bench.py simulate`: a trace on simulated replicas: tables, JSON, a picture; how many replicas a goodput needs."""
+"""`bench.py simulate`: runs a trace on simulated replicas (tables, JSON, a picture), or finds the replicas it needs."""
 
 import contextlib
 import time
@@ -15,8 +15,8 @@ from nanopage.server.routing import POLICIES as ROUTERS
 
 DEFAULT_COSTS = Path(__file__).parent / "results" / "cpu-costs.json"
 MAX_REPLICAS = 1024
-COLUMNS = 6  # of a table that must fit 80 columns
-# Row of the table -> field of `summary`, and what it is multiplied by.
+COLUMNS = 6  # columns of a table that must fit a terminal of 80 columns
+# Row of the table -> field of `summary`, and its factor.
 ROWS = {
     "requests/s": ("request_throughput", 1),
     "output tok/s": ("output_throughput", 1),
@@ -48,7 +48,7 @@ def run(
 
     Args:
         goodput: metric -> milliseconds.
-        target_share: instead of `replicas`, search for the fewest of which this share of requests meets `goodput`.
+        target_share: instead of `replicas`: find the fewest with which this share of requests meets `goodput`.
     """
     trace = load(file)
     check_pool(trace.requests, setup)
@@ -99,7 +99,7 @@ def sweep(
     goodput: dict[str, float],
     results: list[dict[str, Any]],
 ) -> None:
-    """Simulate all combinations. A table is printed as soon as its last column is there."""
+    """Simulate all combinations. A table is printed as soon as its last column is complete."""
     configurations = [Configuration(setup, count, router, margin) for count in replicas for router in routers]
     ended: dict[int, dict[str, Any]] = {}
     printed = 0
@@ -126,9 +126,9 @@ def search(
     target_share: float,
     results: list[dict[str, Any]],
 ) -> int | None:
-    """The fewest replicas of which `target_share` of the requests meet the goodput; None if MAX_REPLICAS do not.
+    """The fewest replicas with which `target_share` of the requests meets the goodput; None if MAX_REPLICAS fail.
 
-    Doubles the number until it is enough, then halves the interval. More replicas are taken to be never worse.
+    Doubles the number until it is enough, then halves the interval. Assumes that more replicas are never worse.
     """
     tried: dict[int, dict[str, Any]] = {}
 
@@ -200,7 +200,7 @@ def make_setup(
     max_num_batched_tokens: int | None,
     policy: str,
 ) -> Setup:
-    """The engine of each replica: the options, and for those that are None the engine whose costs these are.
+    """The engine of each replica: the options, and for options that are None the values of the measured engine.
 
     Raises: typer.BadParameter if there is no number of blocks.
     """

@@ -1,15 +1,15 @@
 """Simulates replicas of the engine under a trace, on a virtual clock, without a model and without torch.
 
 Each replica has the engine's own scheduler, block manager and token budget. SimulatedExecutor takes the place of the
-workers: a step takes as long as the costs say (costs.py), and its tokens have no meaning. A router of the server sends
-each request to a replica when it arrives, and knows what the replicas have computed by then.
+workers: a step takes as long as the costs say (costs.py), and its tokens have no meaning. The server's router sends
+each request to a replica when the request arrives, and knows what the replicas have computed by then.
 
 While nothing but decodes runs and nothing can be admitted, steps differ only in the length of the contexts. Such
-steps are not scheduled one by one: the clock advances through them, and the sequences take all their tokens when
-something else happens. This changes no result.
+steps are not scheduled one by one: the clock jumps over them, and the sequences take all their tokens when something
+else happens. This changes no result.
 
-What is left out: async scheduling (each step is completed before the next is scheduled), copies of blocks, and the time
-that a router and a network take. What a request has generated is never found in the cache by another request.
+The simulation leaves out async scheduling (each step is completed before the next is scheduled), copies of blocks, and
+the time that a router and a network take. A request never finds another request's output in the cache.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ POLICIES = {
     "shortest-prompt": lambda request: request.input_len,
     "shortest-output": lambda request: (
         request.output_len
-    ),  # which no real scheduler knows: the best that a guess can do
+    ),  # no real scheduler knows the output's length: this is the best that a guess can do
 }
 
 
@@ -55,9 +55,9 @@ POLICIES = {
 class Setup:
     """The engine of each replica.
 
-    max_num_batched_tokens: None: as in the server, by TokenBudget.
+    max_num_batched_tokens: the tokens of a step. None: TokenBudget decides, as in the server.
     policy: one of POLICIES.
-    jumps: whether steps that only decode are taken together. The results are the same; the time is not.
+    jumps: whether steps that only decode are taken together, which is faster and gives the same results.
     """
 
     costs: Costs
@@ -84,7 +84,7 @@ class SimulatedExecutor:
         self.costs = costs
         self.capacity = Capacity(device, "simulated", num_blocks, 0, max_model_len)
         self.clock = 0.0  # seconds
-        self._tokens: dict[int, int] = {}  # of each row
+        self._tokens: dict[int, int] = {}  # row -> the token of its sequence
         self._results: list[BatchResult] = []
 
     def start(self) -> Capacity:
@@ -124,9 +124,9 @@ class SimulatedExecutor:
 
 @dataclass
 class Served:
-    """What a replica has done with its requests, in the order in which they ended.
+    """The results of a replica's requests, in the order in which they ended.
 
-    numbers: of the requests.
+    numbers: the numbers of the requests.
     first_token, last_token: seconds since the first arrival.
     cached: tokens of the prompt that were found in the prefix cache when the request first ran.
     """
@@ -141,7 +141,7 @@ class Served:
 
 
 class SimulatedReplica:
-    """One engine of a simulation: what LLMEngine.step does, without text, and without the steps that a jump leaves out.
+    """One engine of a simulation. Does what LLMEngine.step does, without text, and without the steps that a jump skips.
 
         replica.advance(request.arrival)
         replica.submit(request)
@@ -149,7 +149,7 @@ class SimulatedReplica:
         replica.advance(math.inf)
 
     Args:
-        part_tokens: tokens that each part of a prompt has.
+        part_tokens: tokens in each part of a prompt.
     """
 
     def __init__(self, setup: Setup, part_tokens: int = traces.PART_TOKENS):
@@ -164,19 +164,19 @@ class SimulatedReplica:
         self.served = Served()
         self._first_tokens: dict[int, float] = {}
         self._idle_seconds = 0.0
-        # Tokens computed of prompts and outputs: in all, in the last step, and up to the last call of `progress`.
+        # Computed tokens of prompts and outputs: in all, in the last step, and up to the last call of `progress`.
         self._computed = self._last_computed = self._reported = 0
-        # A jump: decodes that are on the clock, and that the sequences have not taken yet.
+        # A jump: decodes that the clock includes, but whose tokens the sequences have not taken yet.
         self._jumped = 0  # steps
         self._jump_limit = 0  # steps until something else happens
         self._jump_seqs = 0
-        self._jump_context = 0  # tokens, in the next step
+        self._jump_context = 0  # context tokens in the next step
 
     def submit(self, request: Request) -> None:
-        """A request has arrived. `advance` must have been called for the time of its arrival."""
+        """Take a request that has arrived. Call `advance` with the time of its arrival first."""
         scheduler, priority = self.scheduler, self.priority(request)
         if self._jump_limit and not (scheduler.waiting and scheduler.waiting[0].priority <= priority):
-            self._land()  # it may be admitted at once
+            self._land()  # the request may be admitted at once
         if not scheduler.has_unfinished():
             idle = max(0.0, request.arrival - self.executor.clock)
             self._idle_seconds += idle
@@ -191,7 +191,7 @@ class SimulatedReplica:
         scheduler.add(SequenceGroup(str(request.number), [seq], priority))
 
     def advance(self, until: float) -> None:
-        """Run the steps that begin before `until`, and none of a replica without requests."""
+        """Run the steps that begin before `until`. A replica without requests runs none."""
         executor, scheduler = self.executor, self.scheduler
         while executor.clock < until:
             if self._jump_limit:
@@ -259,8 +259,8 @@ class SimulatedReplica:
         """Find out for how many steps nothing but decodes can happen.
 
         Args:
-            blocked: whether the last step had only decodes, of all groups that run now. Then waiting groups that it
-                did not admit must wait until one ends: blocks only become fewer.
+            blocked: whether the last step had only decodes of all groups that run now. Then the waiting groups that it
+                did not admit must wait until a group ends, because free blocks only become fewer.
         """
         scheduler = self.scheduler
         running = scheduler.running
@@ -282,12 +282,12 @@ class SimulatedReplica:
         self._jump_seqs, self._jump_context, self._jumped = len(running), context, 0
 
     def _until_blocks_run_out(self, limit: int) -> int:
-        """The most steps, up to `limit`, that all running sequences have blocks for."""
+        """The most steps, up to `limit`, for which all running sequences have blocks."""
         manager, running = self.block_manager, self.scheduler.running
         free, size = manager.num_free_blocks, manager.block_size
         if len(running) * (limit // size + 1) <= free:
             return limit
-        # Tokens of each sequence that its present blocks do not hold after 0 steps: 0 or less.
+        # Tokens of each sequence beyond the capacity of its present blocks, after 0 steps: 0 or less.
         missing = [
             group.seqs[0].num_computed_tokens - size * len(manager.block_tables[group.seqs[0].seq_id])
             for group in running
@@ -319,7 +319,7 @@ class SimulatedReplica:
             self._plan_jump(False)
 
     def _land(self) -> None:
-        """Give the sequences the tokens of the steps that are on the clock."""
+        """Give the sequences the tokens of the steps that the clock has jumped over."""
         scheduler, manager, steps = self.scheduler, self.block_manager, self._jumped
         size = manager.block_size
         ended = []
@@ -348,7 +348,7 @@ class SimulatedReplica:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a trace runs on: a number of replicas, and a router's policy and margin."""
+    """The setup that a trace runs on: a number of replicas, and a router's policy and margin."""
 
     setup: Setup
     num_replicas: int
@@ -362,9 +362,9 @@ def run_replicas(
     """Run the requests of a trace in the order of their arrival. Returns what each replica has done.
 
     Args:
-        replicas: the only replicas to run. Only with "round-robin", which does not look at what others do.
-        router: a router without replicas, to choose in place of the configuration's. It is given the parts of prompts
-            if the configuration's policy is "prefix".
+        replicas: the only replicas to run. Only with "round-robin", which ignores the state of other replicas.
+        router: a router without replicas that replaces the configuration's router. It gets the parts of prompts if the
+            configuration's policy is "prefix".
     """
     router = router or Router(configuration.router, configuration.margin)
     names = [str(index) for index in range(configuration.num_replicas)]
@@ -395,7 +395,7 @@ def run_replicas(
 
 @dataclass
 class Outcome:
-    """What came of the requests of a trace: arrays with an entry for each, times in seconds since the first arrival."""
+    """The results of a trace: arrays with an entry for each request, times in seconds since the first arrival."""
 
     arrival: np.ndarray
     input_len: np.ndarray
@@ -484,7 +484,7 @@ def summary(outcome: Outcome, goodput: dict[str, float]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A trace to read, as `traces.read_trace` does. Processes read it by themselves."""
+    """The arguments of `traces.read_trace`. Each process reads the trace itself."""
 
     path: Path
     count: int | None = None
@@ -499,7 +499,7 @@ def load(file: TraceFile) -> Trace:
 
 @dataclass(frozen=True)
 class Task:
-    """Replicas that one process runs: all of a configuration, or with "round-robin" some."""
+    """Replicas that one process runs: all replicas of a configuration, or some of them with "round-robin"."""
 
     index: int  # of the configuration
     configuration: Configuration
@@ -507,7 +507,7 @@ class Task:
 
 
 def run_task(file: TraceFile, task: Task) -> tuple[int, list[Served], float]:
-    """Returns the index of the configuration, what the replicas have done, and the seconds that took."""
+    """Returns the index of the configuration, the results of the replicas, and the seconds that they took."""
     trace = load(file)
     started = time.perf_counter()
     return task.index, run_replicas(trace, task.configuration, task.replicas), time.perf_counter() - started
@@ -516,12 +516,12 @@ def run_task(file: TraceFile, task: Task) -> tuple[int, list[Served], float]:
 def simulate(
     file: TraceFile, configurations: list[Configuration], processes: int | None = None
 ) -> Generator[tuple[int, Outcome, float], None, None]:
-    """Run configurations on all cores. Yields the index of each, its outcome and the CPU seconds it took, as they end.
+    """Run configurations on all cores. As each ends, yields its index, its outcome and the CPU seconds it took.
 
-    Replicas behind "round-robin" are divided among the processes. Those behind the other routers depend on each other,
+    Replicas behind "round-robin" are divided among the processes. Replicas behind other routers depend on each other,
     and run in one process.
 
-    Args: processes: default: the cores that this process may use.
+    Args: processes: the number of processes. None: the number of cores that this process may use.
     """
     trace = load(file)
     count = processes or len(os.sched_getaffinity(0))
@@ -551,7 +551,7 @@ def simulate(
 def run_tasks(
     file: TraceFile, tasks: list[Task], processes: int
 ) -> Generator[tuple[int, list[Served], float], None, None]:
-    """The results of all tasks, as they end. If this is closed before, the processes end at once."""
+    """The results of all tasks, as they end. If the generator is closed early, the processes end at once."""
     if processes == 1:
         for task in tasks:
             yield run_task(file, task)
@@ -584,7 +584,7 @@ def run_tasks(
 
 
 def send_result(file: TraceFile, task: Task, writer: Connection) -> None:
-    """What a process does: run a task, and send its result or the exception that ended it."""
+    """Run a task in a process, and send its result or the exception that ended it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all processes; the first one ends the others
     try:
         writer.send(run_task(file, task))

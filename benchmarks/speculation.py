@@ -1,7 +1,7 @@
-"""What drafts gain: the decode speed on four tasks with drafts over that without, and the share that is accepted.
+"""What drafts gain: the decode speed on four tasks with drafts, relative to the speed without, and the accepted share.
 
-The texts are nanopage's own documents and sources. The engines take turns, step by step, so that both meet the same
-machine. Peers get the same token ids, greedy, in two processes each, which take turns batch by batch.
+The texts are nanopage's own documents and sources. The engines take turns, step by step, so that both run under the
+same conditions. Peers decode the same token ids greedily, in two processes each, which take turns batch by batch.
 """
 
 import random
@@ -31,8 +31,8 @@ QUESTIONS = (
     "What is the difference between a crocodile and an alligator?",
     "Plan a weekend in a city by the sea.",
 )
-CHARACTERS = 1500  # of a passage: some 400 tokens
-PEERS = ("vllm", "llamacpp")  # those that find drafts in the context
+CHARACTERS = 1500  # in a passage: some 400 tokens
+PEERS = ("vllm", "llamacpp")  # engines that find drafts in the context
 
 
 def prompts_of(task: str, count: int, rng: random.Random) -> list[str]:
@@ -58,7 +58,7 @@ TASKS = {
 
 
 class Decodes:
-    """Counts the decode steps of an engine, those without tokens of prompts."""
+    """Counts the decode steps of an engine, which have no tokens of prompts."""
 
     def __init__(self, engine: LLMEngine):
         self.engine = engine
@@ -79,7 +79,7 @@ class Decodes:
 
 
 def run(decodes: list[Decodes], prompts: list[str], params: SamplingParams) -> list[list[list[int]]]:
-    """The output tokens of each prompt, on each engine. `decodes` count anew."""
+    """The output tokens of each prompt, on each engine. Resets the counts of `decodes`."""
     engines = [counted.engine for counted in decodes]
     outputs: list[dict[str, list[int]]] = [{} for _ in engines]
     for counted in decodes:
@@ -96,7 +96,7 @@ def run(decodes: list[Decodes], prompts: list[str], params: SamplingParams) -> l
 
 
 def token_ids(engine: LLMEngine, prompts: list[str]) -> list[list[int]]:
-    """The prompts through the chat template, if there is one."""
+    """The token ids of the prompts, through the chat template if there is one."""
     reader = engine.input_processor.prompts
     tokenizer = reader.require_tokenizer("this benchmark", "a model with a tokenizer")
     texts = prompts
@@ -129,7 +129,7 @@ def measure(
                     outputs = run(decodes, prompts, params)
                     same = same and outputs[0] == outputs[1]
                     if number == 0:
-                        continue  # the prompts' first time
+                        continue  # a warm-up with these prompts
                     for speed, counted in zip(speeds, decodes, strict=True):
                         speed.append(counted.tokens / counted.seconds)
                     drafted, accepted = drafted + decodes[1].drafted, accepted + decodes[1].accepted
@@ -165,7 +165,7 @@ def compare(
     num_iters: int,
     results: dict[str, Any],
 ) -> None:
-    """Fill `results["peers"]`, greedy rows for each peer of `setup`, or `results["failures"]` with the reason."""
+    """Fill `results["peers"]` with greedy rows for each peer of `setup`, or `results["failures"]` with the reason."""
     results["peers"], results["failures"] = {}, {}
     arguments = peer_arguments(dtype, {"drafts": list(work.values())}, setup)
     for name, python in setup.pythons.items():
@@ -199,7 +199,7 @@ def measure_peer(
                 for speed, peer in zip(speeds, peers, strict=True):
                     time.sleep(SETTLE)
                     done = peer.ask(batch)
-                    if number > 0 and done.decode_seconds:  # not the prompts' first time
+                    if number > 0 and done.decode_seconds:  # not the warm-up with these prompts
                         speed.append((done.output_tokens - batch_size) / done.decode_seconds)
             rows.append({"task": task, "batch_size": batch_size, **ratio_of(*speeds)})
         for peer in peers:

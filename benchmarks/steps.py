@@ -1,4 +1,4 @@
-"""How benchmarks watch an engine: it calls its listeners with the StepStats of each step."""
+"""How benchmarks watch an engine: the engine calls its listeners with the StepStats of each step."""
 
 import contextlib
 from collections.abc import Callable, Iterator

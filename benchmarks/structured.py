@@ -1,4 +1,4 @@
-"""What structured output costs: which schemas compile, how long masks take, and steps with 0, 1 and all rows
+"""What structured output costs: which schemas compile, the time of masks, and the time of steps with 0, 1 and all rows
 constrained."""
 
 import json
@@ -34,7 +34,7 @@ ENDLESS = {
 
 
 def compile_all(engine: LLMEngine, files: Iterable[Path], results: dict[str, Any]) -> dict[Path, Any]:
-    """Compile each schema and fill `results["schemas"]`. Returns those that compiled."""
+    """Compile each schema and fill `results["schemas"]`. Returns the schemas that compiled."""
     tokenizer = engine.input_processor.prompts.require_tokenizer("this benchmark", "a model with a tokenizer")
     grammars = Grammars(tokenizer, engine.model_config.vocab_size, engine.model_config.eos_token_ids)
     grammars.compile(StructuredOutputsParams(json_object=True))  # makes the vocabulary
@@ -59,7 +59,7 @@ def compile_all(engine: LLMEngine, files: Iterable[Path], results: dict[str, Any
 
 
 def reason(message: str) -> str:
-    """An error without what is particular to one schema."""
+    """An error message without the parts that are specific to one schema."""
     return message.removeprefix("structured_outputs.json").strip(": ").split(":")[0].split('"')[0][:60].strip()
 
 
@@ -107,7 +107,7 @@ def generate_all(engine: LLMEngine, schemas: dict[Path, Any], max_tokens: int, r
 
 
 def time_masks(engine: LLMEngine, schema: dict, text: str) -> float:
-    """Seconds for each mask of a text that follows a schema: the median."""
+    """The median seconds for a mask, over a text that follows a schema."""
     tokenizer = engine.input_processor.prompts.require_tokenizer("this benchmark", "a model with a tokenizer")
     grammar = engine.input_processor.compile_grammar(StructuredOutputsParams(json=schema))
     seconds, token_ids = [], tokenizer.encode(text, add_special_tokens=False)
@@ -124,12 +124,12 @@ def time_masks(engine: LLMEngine, schema: dict, text: str) -> float:
 def time_steps(
     engine: LLMEngine, num_requests: int, counts: list[int], num_steps: int, results: dict[str, Any]
 ) -> None:
-    """Fill `results["steps"]`: seconds of a decode step with so many requests, of which some are constrained."""
+    """Fill `results["steps"]`: seconds of a decode step with a number of requests, some of them constrained."""
     stepped: list[StepStats] = []
     engine.listeners.append(stepped.append)
     rows = results["steps"] = []
     rounds: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(3):  # in turn, so that all meet the same machine
+    for _ in range(3):  # in turn, so that all run under the same conditions
         for count in counts:
             for number in range(num_requests):
                 form = StructuredOutputsParams(json=ENDLESS) if number < count else None

@@ -1,4 +1,4 @@
-"""Traces that `bench.py simulate` replays: when requests came, how long they were, and what their prompts share.
+"""Traces that `bench.py simulate` replays: the arrivals and lengths of requests, and what their prompts share.
 
     *.csv    Azure's: TIMESTAMP (a date and a time), ContextTokens, GeneratedTokens. Prompts share nothing
     *.jsonl  Mooncake's: timestamp (milliseconds), input_length, output_length, hash_ids. Each id names 512 tokens of
@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.checks import MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, refuse, shown
 from benchmarks.datasets import is_token_id, positive, read_json_lines, read_text
 
-PART_TOKENS = 512  # that an id of Mooncake's names
-MAX_ID = 2**40  # of a part
+PART_TOKENS = 512  # tokens that an id in Mooncake's traces names
+MAX_ID = 2**40  # the largest id of a part
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -47,7 +47,7 @@ class Request:
         return 2 * self.number + 1
 
     def prompt(self, part_tokens: int) -> list[int]:
-        """Token ids that two requests have in common exactly where their parts are the same."""
+        """Token ids. Two requests have the same ids exactly where their parts are the same."""
         tokens: list[int] = []
         for part in self.hash_ids:
             tokens += [2 * (part + self.shift)] * part_tokens
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass
 class Trace:
-    """Requests in the order of their arrival. `part_tokens`: tokens that each of their `hash_ids` names."""
+    """Requests in the order of their arrival. `part_tokens`: how many tokens each of their `hash_ids` names."""
 
     requests: list[Request]
     part_tokens: int = PART_TOKENS
@@ -71,9 +71,9 @@ def read_trace(path: Path, count: int | None = None, speed: float = 1.0, repeat:
     """Read a trace. Raises typer.BadParameter for a file that is not one, by file and line.
 
     Args:
-        count: the first so many requests, after repeating. None: all.
+        count: how many requests to take, after repeating. None: all.
         speed: how many times as fast they arrive.
-        repeat: how many times the trace is played, one after another. What prompts share is shared within a time.
+        repeat: how many times the trace is played, one after another. Prompts share parts only within one playing.
     """
     requests = read_azure(path) if path.suffix == ".csv" else read_mooncake(path)
     if not requests:
@@ -82,7 +82,7 @@ def read_trace(path: Path, count: int | None = None, speed: float = 1.0, repeat:
         refuse(f"{path} has only {len(requests) * repeat:,}", "--num-prompts")
     if (count or len(requests) * repeat) > MAX_REQUESTS:
         refuse(f"{len(requests) * repeat:,} requests are more than {MAX_REQUESTS:,}", "--num-prompts")
-    # The gap between two times is the mean gap within one.
+    # The gap between two playings is the mean gap within one.
     span = requests[-1].arrival * len(requests) / max(1, len(requests) - 1)
     ids = 1 + max((max(request.hash_ids) for request in requests if request.hash_ids), default=0)
     played = [

@@ -1,8 +1,8 @@
 """How well nanopage uses its device: MBU, the share of the time a GPU is busy, the host's time; a trace of it all.
 
-MBU, model bandwidth utilization (Databricks, "LLM Inference Performance Engineering", 2023; gpt-fast): the bytes that a
-step has to read, which are the weights once and the K and V of every sequence's context, over the time, over the
-memory's bandwidth. The engine is watched by a listener.
+MBU is model bandwidth utilization (Databricks, "LLM Inference Performance Engineering", 2023; gpt-fast): the bytes that
+a step must read, divided by its time and by the memory's bandwidth. A step must read the weights once, and the K and V
+of every sequence's context. A listener watches the engine.
 """
 
 import statistics
@@ -41,8 +41,8 @@ class Step:
 
 @dataclass
 class Phase:
-    """Steps taken together. `mbu` has a share for each bandwidth that is known, `host_us` the microseconds of a step,
-    on average, by what the host did. On a CPU "model" and "sample" are the work itself."""
+    """Several steps together. `mbu` has a share for each known bandwidth. `host_us` has the mean microseconds of a step
+    for each kind of the host's work. On a CPU, "model" and "sample" are the computation itself."""
 
     steps: int
     seconds: float
@@ -58,7 +58,7 @@ class StepRecorder:
 
     Args:
         engine: an LLMEngine.
-        bandwidth: what `bandwidth` returned.
+        bandwidth: the result of `bandwidth`.
     """
 
     def __init__(self, engine: Any, bandwidth: dict[str, float]):
@@ -66,14 +66,14 @@ class StepRecorder:
         self.weight_bytes = weight_bytes(engine.executor.worker.model)
         self.kv_bytes = block_bytes(engine.model_config, 1, engine.executor.worker.kv_cache.tensor.dtype)  # of a token
         self._on_gpu = engine.capacity.device == "cuda"
-        self.taken: list[Step] = []  # by the last call of take()
-        self.cached_tokens = 0  # that these steps found in the prefix cache
+        self.taken: list[Step] = []  # the steps of the last call of take()
+        self.cached_tokens = 0  # tokens that these steps found in the prefix cache
         self._stats: list[StepStats] = []
         engine.listeners.append(self._stats.append)
 
     def take(self) -> dict[str, Phase | None]:
-        """Summarize the steps since the last call: "decode" for steps without prompt tokens, None if there were none,
-        and "all"."""
+        """Summarize the steps since the last call: "all", and "decode" for steps without prompt tokens, which is None
+        if there were none."""
         taken = self._stats.copy()
         self._stats.clear()
         self.cached_tokens = sum(stats.cached_tokens for stats in taken)
@@ -100,12 +100,12 @@ class StepRecorder:
 
 def weight_bytes(model: Any) -> int:
     """Bytes of a model's weights that a step reads: the decoder layers, the final norm and the head, in their present
-    form. An embedding counts only if it is the head, because a step reads few rows of it. Of a mixture, as many experts
-    count as one token has: steps of more tokens read more."""
+    form. An embedding counts only if it is the head, because a step reads few rows of it. A mixture counts with as many
+    experts as one token has, although steps of more tokens read more."""
     unread = 0.0
     for mixture in [module for module in model.modules() if isinstance(module, MixtureOfExperts)]:
         num_chosen = mixture.gate.num_chosen
-        if isinstance(mixture.experts, TiledExperts):  # of its experts, only the first one is a module in the model
+        if isinstance(mixture.experts, TiledExperts):  # only the first of its experts is a module in the model
             unread -= (num_chosen - 1) * _num_bytes(mixture.experts.first)
         else:
             unread += (1 - num_chosen / len(mixture.gate.weight)) * _num_bytes(mixture.experts)
@@ -123,8 +123,8 @@ def _num_bytes(module: nn.Module) -> int:
 
 
 def bandwidth(device: torch.device) -> dict[str, float]:
-    """GB/s: "measured" and, for a GPU whose clock and bus torch knows, "data sheet". On a GPU a copy is measured, bytes
-    read and written; on a CPU reading is, with as many threads as torch has."""
+    """GB/s: "measured" and, for a GPU whose clock and bus torch knows, "data sheet". On a GPU, this measures a copy,
+    counting bytes read and written. On a CPU, it measures reading, with as many threads as torch has."""
     if device.type == "cpu":
         return {"measured": machine.read_bandwidth(torch.get_num_threads())}
     from benchmarks.kernels import copy_bandwidth
@@ -139,8 +139,8 @@ def bandwidth(device: torch.device) -> dict[str, float]:
 
 
 def write_trace(run: Engine, work: list[Work], file: Path) -> bool:
-    """Run the work under torch's profiler, of the CPU and of a GPU if there is one, and write what it saw as a Chrome
-    trace (chrome://tracing, ui.perfetto.dev). Returns whether the file could be written."""
+    """Run the work under torch's profiler, for the CPU and a GPU if there is one, and write a Chrome trace
+    (chrome://tracing, ui.perfetto.dev). Returns whether the file could be written."""
     with torch.profiler.profile() as profiler:
         run(work)
     with tempfile.TemporaryDirectory() as scratch:  # torch itself would only log that it cannot write `file`
@@ -157,7 +157,7 @@ def show(iterations: list[dict[str, Phase | None]], bandwidth: dict[str, float])
     table = table_of(f"memory read by nanopage's steps; bandwidth {speeds}", columns + ["GPU busy (%)"] * on_gpu)
     for key, title in PHASES.items():
         phases = [phase for iteration in iterations if (phase := iteration[key])]
-        if not phases:  # one token for each request
+        if not phases:  # no decodes: one token for each request
             continue
         cells = [figure(statistics.median_low(phase.steps for phase in phases))]
         cells.append(spread([1000 * phase.seconds / phase.steps for phase in phases]))

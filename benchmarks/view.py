@@ -1,4 +1,4 @@
-"""The live view of an engine that is measured: in the terminal (`--view`), and recorded (`--record`)."""
+"""The live view of a measured engine: in the terminal (`--view`), and recorded (`--record`)."""
 
 import contextlib
 import time

@@ -1,8 +1,8 @@
-"""Memory of a long context, and time of a decode behind it, with sliding windows and without.
+"""Memory of a long context, and time of a decode after it, with sliding windows and without.
 
 `python -m benchmarks.windows` compares a model of random weights with the same model whose layers all attend to
-everything. Contexts are not computed: a sequence gets its blocks, filled with zeros, and decodes behind them, which
-takes as long as behind real K and V.
+everything. Contexts are not computed: a sequence gets its blocks, filled with zeros, and decodes after them, which
+takes as long as after real K and V.
 """
 
 import json
@@ -71,7 +71,7 @@ def measure(name: str, path: Path, dtype: str, eager: bool, chunk: int) -> list[
     if not eager:
         executor.compile()
     cache = executor.worker.kv_cache.tensor
-    mib = cache.nbytes / capacity.num_blocks / 2**20  # of a block
+    mib = cache.nbytes / capacity.num_blocks / 2**20  # size of a block
     cache.zero_()
     rows = []
     for context in CONTEXTS:
@@ -96,7 +96,7 @@ def measure(name: str, path: Path, dtype: str, eager: bool, chunk: int) -> list[
 
 
 def decode(executor, manager: BlockManager, context: int, chunk: int) -> tuple[int, list[float]]:
-    """Decode behind a context of so many tokens. Returns the blocks in use, and the seconds of each step."""
+    """Decode after a context of `context` tokens. Returns the blocks in use, and the seconds of each step."""
     manager.allocate(0)
     for start in range(0, context, chunk):
         grow(manager, start, min(start + chunk, context))

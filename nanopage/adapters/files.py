@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) as PEFT saves them: what the files of one say.
+"""LoRA adapters (Hu et al. 2021) as PEFT saves them: reads and checks what an adapter's files say.
 
 An adapter adds scale * B A to the weights of some linear layers. Its directory has adapter_config.json, which is read
 as data, and adapter_model.safetensors. `read_adapter` checks both against the model without reading the weights, so a
@@ -24,15 +24,15 @@ TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(\d{1,4})\.([\w.]{1,60})\.lora_([AB])(?:\.default)?\.weight", re.ASCII
 )
 # Transformers 5 has the weights of all experts of a layer in these two parameters, which PEFT adapts by
-# `target_parameters` (its ParamWrapper). The tensors of an adapter are those of all experts, side by side:
-#   A [experts * rank, in], whose rows are those of one expert after the other
-#   B [out, rank * experts], whose columns alternate between the experts
-# PEFT before 0.19 has `in` and `out` the other way round, and multiplies by the transposed product.
+# `target_parameters` (its ParamWrapper). Each tensor of an adapter holds all experts, side by side:
+#   A [experts * rank, in]: first the rows of expert 0, then the rows of expert 1, ...
+#   B [out, rank * experts]: the columns alternate between the experts
+# PEFT before 0.19 exchanges `in` and `out`, and multiplies by the transposed product.
 GATE_UP, DOWN = FUSED = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-NOT_TRANSPOSED = re.compile(r"0\.(19|[2-9]\d)\.|[1-9]")  # of versions of PEFT
+NOT_TRANSPOSED = re.compile(r"0\.(19|[2-9]\d)\.|[1-9]")  # PEFT versions that do not transpose
 NUMBERED = re.compile(r"\.experts\.\d")
-GATE_UP_PATTERN = r".*\.gate_up_proj"  # of rank_pattern: PEFT writes it where it has fused targets that were separate
-# Fields of adapter_config.json that would change the result: the values that change nothing.
+GATE_UP_PATTERN = r".*\.gate_up_proj"  # a key of rank_pattern, which PEFT writes when it fuses separate targets
+# Fields of adapter_config.json that can change the result, with the values that do not change it.
 NEUTRAL: dict[str, tuple] = {
     "bias": ("none", None),
     "modules_to_save": (None, []),
@@ -50,7 +50,7 @@ NEUTRAL: dict[str, tuple] = {
     "megatron_config": (None,),
     "use_bdlora": (False, None),
 }
-# Fields that are read above all, that say how an adapter was trained or begun, or where it comes from.
+# Fields that are read elsewhere, or that only say how an adapter was trained or begun, or where it comes from.
 KNOWN = {
     "peft_type",
     "r",
@@ -84,7 +84,7 @@ INITS = (True, False, None, "gaussian", "orthogonal", "eva")
 class StoredAdapter:
     """What the files of an adapter say.
 
-    scale, gate_up_scale: of B A. The second one is that of GATE_UP.
+    scale, gate_up_scale: the factors of B A. The second one is for GATE_UP.
     tensors: (layer, module, "A" or "B") -> the tensor. Modules are named as in `module_shapes`.
     """
 
@@ -95,7 +95,7 @@ class StoredAdapter:
 
 
 Place = tuple[int, str]
-"""The number of a layer, and the name of a module in it as in `module_shapes`."""
+"""The number of a layer, and the name of a module in that layer, as in `module_shapes`."""
 
 
 class Shape(NamedTuple):
@@ -110,8 +110,8 @@ class Shape(NamedTuple):
 class Targets:
     """What the configuration of an adapter says about its tensors.
 
-    allowed: what may have some. wanted: what must have some.
-    optional: parts of `wanted` that have none if the adapter was made with transformers 5, where the same
+    allowed: the places that may have tensors. wanted: the places that must have tensors.
+    optional: the places of `wanted` that have no tensors if the adapter was made with transformers 5, where the same
         `target_modules` do not match experts.
     """
 
@@ -121,9 +121,9 @@ class Targets:
 
 
 def module_shapes(model: ModelConfig, layer: int, fused: bool = False) -> dict[str, tuple[int, int]]:
-    """What an adapter may change in a decoder layer: name -> (outputs, inputs).
+    """The modules that an adapter may change in a decoder layer: name -> (outputs, inputs).
 
-    Args: fused: whether experts are GATE_UP and DOWN, whose shapes are those of one expert.
+    Args: fused: whether experts are GATE_UP and DOWN. Their shapes are then the shapes of one expert.
     """
     hidden, experts = model.hidden_size, model.experts
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -185,7 +185,7 @@ def read_adapter(directory: Path, model: ModelConfig, max_rank: int) -> StoredAd
 
 
 def _take_gate_up(fields: dict) -> tuple[dict, dict]:
-    """Separate what the patterns say of GATE_UP: the fields without it, and those that GATE_UP has instead."""
+    """Split off what the patterns say of GATE_UP. Returns the fields without GATE_UP, and the fields for GATE_UP."""
     own = {}
     for name, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         values = fields.get(pattern)
@@ -245,7 +245,7 @@ def _read_targets(fields: dict, config: Path, places: dict[Place, Shape]) -> Tar
             f"{config}: peft_version={shown(version)}: before 0.19, PEFT transposed experts, and the shapes of this "
             "adapter do not tell: save it with a later version"
         )
-    if isinstance(names, str):  # an expression: the tensors say what it matched
+    if isinstance(names, str):  # a regular expression: the tensors show what it matched
         return Targets({*modules, *wanted}, wanted, set())
     names = names or [] if parameters else names
     if not isinstance(names, list) or not (names or parameters) or not all(isinstance(name, str) for name in names):
@@ -258,7 +258,7 @@ def _read_targets(fields: dict, config: Path, places: dict[Place, Shape]) -> Tar
 
 
 def _match(names: list[str], field: str, config: Path, places: Iterable[Place]) -> set[Place]:
-    """The places that end with one of the names."""
+    """The places whose names end with one of `names`."""
     ends: dict[str, set[Place]] = {}
     for layer, module in places:
         words = f"model.layers.{layer}.{module}".split(".")

@@ -3,9 +3,9 @@
     h = x Aᵀ        lora_shrink_kernel, [T, parts * rank] in float32
     y += h Bᵀ       lora_expand_kernel, once for each part
 
-A program has TOKENS tokens and one slot. It ends at once if none of its tokens has the slot, and otherwise computes the
-product for all of them and stores those of the slot. So each adapter is read once for TOKENS tokens (SGMV: Punica,
-2023), the grid depends only on the number of tokens, and the kernels can be captured in a CUDA graph.
+A program has TOKENS tokens and one slot. If none of its tokens has the slot, it ends at once. Otherwise it computes the
+product for all its tokens and stores the results of the slot's tokens. So each adapter is read once for TOKENS tokens
+(SGMV: Punica, 2023). The grid depends only on the number of tokens, so a CUDA graph can capture the kernels.
 """
 
 import torch

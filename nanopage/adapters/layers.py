@@ -1,6 +1,6 @@
-"""LoRAWeight: a weight, and those of the adapters in its slots (Hu et al. 2021; in batches: Punica, 2023).
+"""LoRAWeight: a weight, with the weights of adapters in its slots (Hu et al. 2021; in batches: Punica, 2023).
 
-y = x Wᵀ + x Aᵀ Bᵀ, with A and B of the adapter of each token. The weights of all slots are in static buffers, so that a
+y = x Wᵀ + x Aᵀ Bᵀ, where each token's adapter gives A and B. The weights of all slots are in static buffers, so that a
 captured graph reads whatever the slots hold. Ranks are padded with zeros.
 """
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from nanopage.layers.linear import Linear
 
 Add = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, list[int]], Tensor]
-"""Adds the products of adapters: add(y, x, a, b, slots, sizes) returns y plus those of each token. May change y.
+"""Adds the products of adapters: add(y, x, a, b, slots, sizes) returns y plus each token's product. May change y.
 
 y      [T, out]
 x      [T, in]
 a      [slots, parts, rank, in]
-b      [slots, rank, out]: its columns multiply the part of A to which their outputs belong
+b      [slots, rank, out]: each column multiplies the part of A that its output belongs to
 slots  int64 [T], the adapter slot of each token, -1 for none
-sizes  the outputs of each part
+sizes  the number of outputs of each part
 """
 
 
@@ -29,7 +29,7 @@ sizes  the outputs of each part
 class Running:
     """The step that a model is computing. Its LoRAWeights share this object: other layers know nothing of adapters.
 
-    rows: the tokens that an expert is computing. None: all of the step.
+    rows: the tokens that an expert is computing. None: all tokens of the step.
     """
 
     step: Any = None
@@ -46,7 +46,7 @@ class LoRAWeight(nn.Module):
 
     Args:
         linear: the layer whose weight gets the slots.
-        num_slots, rank: how many adapters it holds, and of which rank at most.
+        num_slots, rank: how many adapters the weight holds, and their largest rank.
         running: the step that the model is computing.
         add: adds the products of adapters on this device.
     """

@@ -19,7 +19,7 @@ from nanopage.models.decoder import Decoder
 
 
 def check_layers(decoder: Decoder, config: ModelConfig) -> None:
-    """Raises: ValueError for a family whose linear layers are not those that adapters may change. Reads no weights."""
+    """Raises: ValueError if adapters cannot change the linear layers of this family. Reads no weights."""
     layers: Any = decoder.layers
     for index, layer in enumerate(layers):
         if parts_of(layer).keys() != module_shapes(config, index).keys():
@@ -55,11 +55,11 @@ class AdaptedExperts(Experts):
 class AdaptedDecoder(Decoder):
     """A loaded decoder with slots for adapters in its linear layers, except the head. Changes `decoder`.
 
-    Args: num_slots, rank, add: as in LoRAWeight. dtype: of activations.
+    Args: num_slots, rank, add: as in LoRAWeight. dtype: the dtype of activations.
     """
 
     def __init__(self, decoder: Decoder, num_slots: int, rank: int, dtype: torch.dtype, device: torch.device, add: Add):
-        nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
+        nn.Module.__init__(self)  # not Decoder.__init__: the modules come from `decoder`
         self.running, self.parts = Running(), [parts_of(layer) for layer in decoder.layers]
         for module in [*decoder.layers.modules()]:
             if isinstance(module, Linear):
@@ -75,7 +75,7 @@ class AdaptedDecoder(Decoder):
         try:
             return super().forward(input_ids, step)
         finally:
-            self.running.step = None  # it holds the KV cache
+            self.running.step = None  # the step holds the KV cache
 
     def fill(self, slot: int, layer: int, module: str, a: Tensor, b: Tensor) -> None:
         """Put the weights of an adapter for one module into a slot, B already scaled (see adapters/files.py)."""
@@ -87,7 +87,7 @@ class AdaptedDecoder(Decoder):
         of_experts = a.unflatten(0, (len(experts), -1)), b.unflatten(1, (-1, len(experts))).movedim(2, 0)
         for expert, a, b in zip(experts, *of_experts, strict=True):
             linear = getattr(expert, module.rpartition(".")[2])
-            if a.shape[1] != linear.in_features:  # of PEFT before 0.19
+            if a.shape[1] != linear.in_features:  # from PEFT before 0.19
                 a, b = b.T, a.T
             for part, rows in zip(linear.parts, b.split([*linear.parts.values()]), strict=True):
                 linear.weight.fill(slot, part, a, rows)

@@ -24,7 +24,7 @@ class Adapters:
         known = self._checked.get(request.lora_int_id)
         try:
             path = Path(request.lora_path).expanduser().absolute()
-        except RuntimeError as error:  # ~ of a user that does not exist
+        except RuntimeError as error:  # "~name" without such a user
             raise ValueError(f"adapter {request.lora_name!r}: lora_path={request.lora_path!r}: {error}") from None
         if known is None:
             try:
@@ -40,7 +40,7 @@ class Adapters:
         return Adapter(request.lora_int_id, str(path))
 
     def salt(self, adapter: Adapter | None, salt: str) -> str:
-        """What keeps cached prefixes apart: of requests with different adapters, or none, and different salts."""
+        """A salt that keeps cached prefixes apart by adapter (or the lack of one) and by the request's own salt."""
         return f"{0 if adapter is None else adapter.adapter_id} {salt}"
 
     def forget(self, adapter_id: int) -> None:

@@ -1,7 +1,7 @@
-"""AdapterSlots: which adapter is in which of the workers' slots.
+"""AdapterSlots: which of the workers' slots each adapter is in.
 
 The workers hold the weights of a few adapters, one in each slot. A sequence runs only while its adapter has a slot. A
-slot is in use while a running group has its adapter. The least recently used of the others gives way to a new adapter.
+slot is in use while a running group has its adapter. A new adapter takes the least recently used slot not in use.
 """
 
 from collections.abc import Iterable
@@ -34,8 +34,8 @@ class AdapterSlots:
         return len(in_use(running) & self.held.keys()) < self.num_slots
 
     def take(self, group: SequenceGroup, running: Iterable[SequenceGroup], schedule: Schedule) -> None:
-        """Give a group that is about to run a slot for its adapter, if it has one. The step loads the adapter first, if
-        the workers do not have it."""
+        """Give a group that is about to run a slot for its adapter, if the group has an adapter. If the workers do not
+        have the adapter, the step loads it first."""
         if (adapter := group.adapter) is None:
             return
         slot = self.held.pop(adapter.adapter_id, None)

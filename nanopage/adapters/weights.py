@@ -27,10 +27,10 @@ class AdapterLoader:
     def load(self, loads: list[AdapterLoad]) -> dict[int, str]:
         """Load adapters.
 
-        The engine has checked their files. If one has changed since and cannot be loaded, its slot is filled with NaN:
-        steps that have been submitted with it already yield no tokens.
+        The engine has checked their files. If a file has changed since and cannot be loaded, the adapter's slot is
+        filled with NaN: steps that have already been submitted with the adapter then yield no tokens.
 
-        Returns: why adapters could not be loaded, by their indexes in `loads`.
+        Returns: index in `loads` -> why this adapter could not be loaded.
         """
         failed = {}
         for index, load in enumerate(loads):
@@ -46,7 +46,7 @@ class AdapterLoader:
         adapter = read_adapter(path, self.model_config, self.max_rank)
         self.model.clear(slot)
         names = {tensor.name: place for place, tensor in adapter.tensors.items()}
-        halves: dict[tuple[int, str], Tensor] = {}  # A or B, until the other one has been read
+        halves: dict[tuple[int, str], Tensor] = {}  # holds A or B until the other one has been read
         with opened(adapter.file) as content:
             for entry in stored_bytes(content, adapter.file):
                 place = names.get(entry.tensor.name)
@@ -59,6 +59,6 @@ class AdapterLoader:
                     continue
                 other = halves.pop((layer, module))
                 a, b = (tensor, other) if kind == "A" else (other, tensor)
-                # Scaled in at least float32, before it is rounded to the dtype of the slots.
+                # Scale B in at least float32, before rounding it to the dtype of the slots.
                 scale = adapter.gate_up_scale if module == GATE_UP else adapter.scale
                 self.model.fill(slot, layer, module, a, b.to(torch.promote_types(b.dtype, torch.float32)) * scale)

@@ -1,4 +1,4 @@
-"""A worker with adapters: slots in its model, and what loads adapters into them."""
+"""A worker with adapters: the slots in its model, and the AdapterLoader that fills them."""
 
 import logging
 

@@ -1,12 +1,12 @@
-"""AsyncLLM: the engine for asyncio. Names are those of vLLM's class.
+"""AsyncLLM: the engine for asyncio, with the names of vLLM's class.
 
     llm = AsyncLLM.from_engine_args(EngineArgs())
     async for output in llm.generate("Once upon a time", SamplingParams(), "request 1"):
         print(output.outputs[0].delta, end="")
 
-One thread steps the engine (aio/engine_thread.py). Prompts become token ids in two other threads, so the event loop
-never waits for a tokenizer; a third compiles grammars, so no prompt waits for them. An AsyncLLM that nobody uses, and
-whose outputs nobody reads, ends as after `shutdown`.
+One thread steps the engine (aio/engine_thread.py). Two other threads turn prompts into token ids, so the event loop
+never waits for a tokenizer. One more thread compiles grammars, so prompts never wait for grammars. An AsyncLLM that
+nobody uses, and whose outputs nobody reads, ends as after `shutdown`.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class RequestStream:
-    """The outputs of one request: an async iterator over RequestOutputs, of which the last is `finished`. A reader that
+    """The outputs of one request: an async iterator over RequestOutputs. The last one is `finished`. A reader that
     falls behind gets only the latest output, with everything that is new in its `delta`.
 
-    Only the event loop that made it may use it. `aclose` aborts the request, if it has not finished.
+    Only the event loop that made the stream may use it. `aclose` aborts the request, if it has not finished.
 
     Raises: EngineDeadError from `__anext__`, if the engine died or was shut down before the request finished.
     """
@@ -74,7 +74,7 @@ class AsyncLLM:
 
     def __init__(self, engine: LLMEngine):
         self.engine = engine
-        # For clients that compare seeded answers: another version, or other options, may give others.
+        # For clients that compare seeded answers: another version, or other options, may give other answers.
         options = hashlib.sha256(repr(engine.config).encode()).hexdigest()
         self.system_fingerprint = f"nanopage-{__version__}-{options[:8]}"
         self.metrics = Metrics(engine)
@@ -99,8 +99,8 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Run one request. Yields its outputs as they come, at most one a step; each has all the text so far, and as
-        `delta` what is new in it. Cancelling, or leaving the loop and closing the iterator, aborts the request.
+        """Run one request. Yields its outputs as they come, at most one a step. Each output has all the text so far,
+        and the new part as `delta`. Cancelling, or leaving the loop and closing the iterator, aborts the request.
 
         Args:
             prompt: text, token ids, or a dict (see `Prompt` in inputs.py).
@@ -131,7 +131,7 @@ class AsyncLLM:
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> RequestStream:
-        """Check a request and queue it. Returns its outputs to come. Arguments and errors are those of `generate`."""
+        """Check a request and queue it. Returns the stream of its outputs. Arguments and errors: as `generate`."""
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id must be a non-empty string, not {request_id!r}")
         inbox = self.engine_thread.open(request_id)
@@ -178,8 +178,8 @@ class AsyncLLM:
             self.engine_thread.post(inbox)
 
     async def between_steps(self, function: Callable[[], T]) -> T:
-        """The result of a function that needs the engine as it is between two steps: its thread calls it, and no step
-        runs meanwhile. Raises: EngineDeadError, and what the function raises."""
+        """The result of a function that needs the engine between two steps. The engine's thread calls the function, and
+        no step runs meanwhile. Raises: EngineDeadError, and what the function raises."""
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def call(error: EngineDeadError | None) -> None:
@@ -230,7 +230,7 @@ class AsyncLLM:
     def shutdown(self, timeout: float | None = None) -> bool:
         """End all requests, the thread and the workers. Readers of unfinished requests get an EngineDeadError.
 
-        Args: timeout: most seconds to wait for the step that is running; None: as long as it takes.
+        Args: timeout: the most seconds to wait for the running step. None: wait as long as it takes.
         Returns: whether the engine's thread has ended.
         """
         ended = self.engine_thread.shutdown(timeout)

@@ -1,7 +1,7 @@
 """EngineThread: the thread that steps an engine for the coroutines of any number of event loops.
 
-It sleeps while there is nothing to do. Requests and aborts are posted to it; it takes them before every step, and wakes
-the coroutines whose requests have new output.
+The thread sleeps while there is nothing to do. Coroutines post requests and aborts to it. It takes them before every
+step, and wakes the coroutines whose requests have new output.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from nanopage.outputs import RequestOutput
 logger = logging.getLogger("nanopage")
 
 CHECK_SECONDS = 1.0  # between checks of the workers while there is no request
-MAX_FAILURES = 3  # after so many calls of `LLMEngine.step` in a row that raise, the engine is dead
+MAX_FAILURES = 3  # calls of `LLMEngine.step` in a row that raise before the engine counts as dead
 
 
 class EngineDeadError(RuntimeError):
@@ -28,16 +28,16 @@ class EngineDeadError(RuntimeError):
 
 
 class Inbox:
-    """The latest output of one request, for its reader. Only the event loop that made it may use it.
+    """The latest output of one request, for its reader. Only the event loop that made the inbox may use it.
 
-    Every output has all that its request has produced so far. So an output that has not been read is replaced, and the
-    reader loses nothing.
+    Every output has all that its request has produced so far. So a new output replaces one that has not been read, and
+    the reader loses nothing.
     """
 
     def __init__(self, request_id: str):
         self.request_id = request_id
-        self.request: Request | None = None  # once its prompt has been read
-        self.aborted = False  # while its prompt was being read
+        self.request: Request | None = None  # set once its prompt has been read
+        self.aborted = False  # aborted while its prompt was being read
         self.started = False
         self.loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
@@ -67,7 +67,8 @@ class Inbox:
 
 
 Message = Request | Inbox | Callable[[EngineDeadError | None], None]
-"""A request to submit or, by its inbox, to abort; or a function to call, with None or why the engine ends."""
+"""A request to submit, the inbox of a request to abort, or a function to call with None or the reason why the engine
+ends."""
 
 
 class EngineThread:
@@ -83,15 +84,15 @@ class EngineThread:
         self.idle = True
         self._last_progress = time.monotonic()  # when a step ended, or work arrived at an idle engine
         self.num_waiting = 0  # requests that have not begun to run
-        self.num_waiting_tokens = 0  # of their prompts
-        self._changed = threading.Condition()  # guards the numbers of waiting requests, and what follows
+        self.num_waiting_tokens = 0  # tokens of their prompts
+        self._changed = threading.Condition()  # guards the numbers of waiting requests, and the attributes below
         self.mail: list[Message] = []
         self.inboxes: dict[str, Inbox] = {}  # of all requests that have not ended
         self.error: EngineDeadError | None = None  # why the engine cannot go on
         self.stopping = False
         self._announce: Callable[[], None] | None = None  # while the engine is paused (see `pause`)
-        self._steps = 0  # that may be made although it is paused
-        self._is_planned = False  # whether the next step has been decided, in a pause
+        self._steps = 0  # that may run during the pause
+        self._is_planned = False  # in a pause: whether the next step has been decided
         self._has_changed = False  # whether requests have come or have been aborted since the last step
         self._num_failures = 0  # calls of `LLMEngine.step` in a row that have raised
         self.thread = threading.Thread(target=self._run, name="nanopage-engine", daemon=True)
@@ -132,7 +133,7 @@ class EngineThread:
 
     @property
     def seconds_without_progress(self) -> float:
-        """How long no step has ended although there is work; 0 if there is none."""
+        """Seconds since the last step ended or work arrived; 0 while there is no work."""
         return 0.0 if self.idle else time.monotonic() - self._last_progress
 
     def stop(self) -> None:
@@ -151,12 +152,12 @@ class EngineThread:
     # Step by step
 
     def pause(self, announce: Callable[[], None]) -> None:
-        """Make no more steps but those that `allow_steps` allows. The engine decides on its next step, and waits before
-        it runs it; view/explain.py says what it is. New requests wait, aborted ones end at once, and it does not
-        count as a hang. `shutdown` works.
+        """Run only the steps that `allow_steps` allows. The engine decides on its next step, and waits before it runs
+        the step; view/explain.py describes that step. New requests wait, and aborted requests end at once. A pause does
+        not count as a hang. `shutdown` works.
 
-        Args: announce: called by the engine's thread when a step has been decided, and when requests have come or gone
-            since. It must not block.
+        Args: announce: called by the engine's thread when a step has been decided, and again when requests have come or
+            gone since then. It must not block.
         Raises: EngineDeadError.
         """
         with self._changed:
@@ -194,7 +195,7 @@ class EngineThread:
             atexit.unregister(self.shutdown)
 
     def _turn(self) -> bool:
-        """Do what has been posted, and make a step. Returns False when it is time to end; readers know by then."""
+        """Do what has been posted, and make a step. Returns False when it is time to end and readers have been told."""
         try:
             if self.idle:
                 self.engine.check_workers()
@@ -229,7 +230,7 @@ class EngineThread:
                 self._submit(message)
             elif not isinstance(message, Inbox):
                 message(None)
-            elif self.inboxes.get(message.request_id) is message:  # or another request has its id by now
+            elif self.inboxes.get(message.request_id) is message:  # otherwise another request has its id by now
                 self._abort(message.request_id)
 
     def _step(self) -> None:
@@ -275,7 +276,7 @@ class EngineThread:
         except Exception:
             if self.engine.dead_error is not None:
                 raise
-            # The next step recovers: it goes on with the request, or ends it with an error.
+            # The next step recovers: it goes on with the request, or ends the request with an error.
             logger.exception(f"request {request_id} could not be aborted")
         if error is not None:
             request = self.inboxes[request_id].request

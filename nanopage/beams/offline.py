@@ -12,7 +12,7 @@ from nanopage.text.tokenizer import Tokenizer
 
 
 class Runner(Protocol):
-    """What this needs of an LLM."""
+    """What `beam_search` needs of an LLM."""
 
     @property
     def engine(self) -> LLMEngine: ...

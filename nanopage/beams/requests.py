@@ -18,8 +18,8 @@ class Beams:
 
     def __init__(self, search: BeamSearch):
         self.search = search
-        # What has been chosen and the sequences do not show yet: the step, and (sequence, tokens, cumulative
-        # log-probability) of each next beam.
+        # The choice that the sequences do not show yet: the step, and (sequence, tokens, cumulative log-probability) of
+        # each next beam.
         self.next: tuple[BeamStep, list[tuple[Sequence, list[int], float]]] | None = None
 
     @property

@@ -48,8 +48,9 @@ class BeamSearch:
         width: live beams, and hypotheses returned.
         max_tokens: most output tokens, including end-of-sequence.
         length_penalty: the exponent of the length in a hypothesis' score. Above 0 it favors longer hypotheses.
-        early_stopping: once there are `width` hypotheses, True stops. False stops if the best live beam's score at its
-            present length is not better than the worst hypothesis; "never", if it could not be better at any length.
+        early_stopping: when to stop once there are `width` hypotheses. True: at once. False: if the best live beam's
+            score at its present length is not better than the worst hypothesis. "never": if its score could not be
+            better at any length.
         eos_token_ids: end a beam.
     """
 
@@ -63,8 +64,8 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """For each beam: enough for `width` beams to continue even if every end-of-sequence token of every beam is
-        among them."""
+        """The number of candidates of each beam: enough for `width` beams to continue even if the candidates include
+        every end-of-sequence token of every beam."""
         return max(2, 1 + len(self.eos_token_ids)) * self.width
 
     def choose(self, beams: list[Beam]) -> BeamStep:

@@ -1,12 +1,12 @@
 """Compiled: runs steps on a CPU with decoder layers that torch.export and AOTInductor compile ahead of time.
 
-A layer is compiled in two parts, before and after attention, which is C++ (cpu/flash_attention.cpp). Weights
-are inputs of the compiled code, so the code of one layer serves all layers, and the time to compile does not depend on
-the depth: for SmolLM2-135M, 30 s on two cores. A process of the lowest priority (`aot_compile.py`) compiles while the
-engine works eagerly, and writes shared libraries to `$XDG_CACHE_HOME/nanopage/compiled`, or to
-`~/.cache/nanopage/compiled`. A later start only loads these, which takes milliseconds and does not import the compiler.
-A call (`aot_chain.py`) costs microseconds, because there are no guards to evaluate and C++ calls the kernels. In
-return, nothing checks the shapes of inputs.
+A layer is compiled in two parts: before attention and after it. Attention itself is C++ (cpu/flash_attention.cpp).
+Weights are inputs of the compiled code, so the code of one layer serves all layers. The time to compile therefore does
+not depend on the depth: for SmolLM2-135M, 30 s on two cores. A process of the lowest priority (`aot_compile.py`)
+compiles while the engine works eagerly, and writes shared libraries to `$XDG_CACHE_HOME/nanopage/compiled`, or to
+`~/.cache/nanopage/compiled`. A later start only loads these libraries, which takes milliseconds and does not import the
+compiler. A call (`aot_chain.py`) costs microseconds, because there are no guards to evaluate and C++ calls the kernels.
+In return, nothing checks the shapes of inputs.
 """
 
 import atexit
@@ -52,11 +52,11 @@ logger = logging.getLogger("nanopage")
 #   chain   aot_chain.cpp with cpu/flash_attention.cpp: attention, and the calls of the other parts
 #   before  a layer up to the write to the cache
 #   after   a layer after its attention
-#   head    the last norm and the head; of a single row also the token with the largest logit
+#   head    the last norm and the head; for a single row, also the token with the largest logit
 # The last three are compiled for two kinds of steps, by the number of rows that they compute:
 #   one     a single row
-#   many    any number; the norm and the head, except with weights in tiles, are then the model's own
-# Layers with slots for adapters are also compiled for two more kinds, steps of which a row has an adapter:
+#   many    any number of rows; without weights in tiles, the model's own norm and head then run instead
+# Layers with slots for adapters are also compiled for two more kinds of steps, where a row has an adapter:
 #   adapted-one, adapted-many
 CHAIN = "chain.so"
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
@@ -66,17 +66,17 @@ class Compiled:
     """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
 
     Compiling starts when no request is left for the first time, because beside a step it would halve the step's speed.
-    It goes on when this process ends: a program that asks one question ends before it is done, and the next program
-    finds the code. This class switches to compiled code only while no request runs, because it rounds differently. So
-    an engine that is never idle stays eager. A damaged file is compiled again, once. Any other failure to compile or
-    load is logged once, and steps run eagerly from then on. With the environment variable NANOPAGE_COMPILE=never, only
-    code that exists is used.
+    It goes on after this process has ended: a program that asks one question ends before the code is ready, and the
+    next program finds the code. Compiled code rounds differently, so this class switches to it only while no request
+    runs. An engine that is never idle therefore stays eager. A damaged file is compiled again, once. Any other failure
+    to compile or load is logged once, and steps run eagerly from then on. With the environment variable
+    NANOPAGE_COMPILE=never, only code that exists is used.
 
     Args:
         config: of the same model.
         dtype: of weights and activations: float32 or bfloat16 (see cpu/packed_linear.py).
-        tiled: whether the weights are in tiles (cpu/tiled.py). The code is the same for all kinds of tiles. Those of
-            experts always are (cpu/tiled_experts.py).
+        tiled: whether the weights are in tiles (cpu/tiled.py). The code is the same for all kinds of tiles. The weights
+            of experts are always in tiles (cpu/tiled_experts.py).
 
     Raises: ValueError if NANOPAGE_COMPILE is set to anything but "never".
     """
@@ -105,7 +105,7 @@ class Compiled:
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
         self._process: subprocess.Popen | None = None
-        self._log: Path | None = None  # what the process prints
+        self._log: Path | None = None  # gets what the process prints
         self._given_up = False
         self._damaged: set[str] = set()  # names of parts whose files were damaged
         self.may_compile = may_compile()
@@ -133,13 +133,12 @@ class Compiled:
         return self.layers(x, step)
 
     def _is_one_decode(self, batch: Batch) -> bool:
-        """Whether a batch has one token, which is not of a prompt whose log-probabilities are asked for, and samples
-        the next one."""
+        """Whether a batch has a single token and samples the next one, without log-probabilities of a prompt."""
         return batch.counts == [1] and batch.sampled_rows == batch.rows and not wants_prompt_logprobs(batch, self.table)
 
     def _decode_one(self, batch: Batch, input_ids: Tensor, step: StepContext, head: CompiledHead) -> Output:
-        """Run a step of a single token. Unlike `run_model`, this does little in Python: for a small model that takes a
-        tenth of such a step."""
+        """Run a step of a single token. Does little in Python, unlike `run_model`, whose Python takes a tenth of such a
+        step for a small model."""
         (row,) = batch.rows
         logits, tokens = head.of_one_row(self._forward(input_ids, step))
         if not self.table.sampling.greedy[row]:
@@ -148,10 +147,10 @@ class Compiled:
         return Output(logits, tokens=tokens)
 
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile and load everything now. If that is interrupted, nothing goes on.
+        """Compile and load everything now. An interruption also ends the compiling.
 
-        Args: on_progress: called from time to time with the number of parts that are compiled, and of all parts.
-        Raises: RuntimeError with the end of the log if that fails, or if NANOPAGE_COMPILE forbids it.
+        Args: on_progress: called from time to time with the number of compiled parts and the number of all parts.
+        Raises: RuntimeError with the end of the log if compiling fails, or if NANOPAGE_COMPILE forbids it.
         """
         if self.layers is None and not self.may_compile:
             raise RuntimeError("NANOPAGE_COMPILE=never: the decoder layer is not compiled")
@@ -180,7 +179,7 @@ class Compiled:
         return False
 
     def start(self) -> None:
-        """Start the process that compiles, if it is needed and allowed and no other process compiles the same."""
+        """Start the process that compiles, if it is needed and allowed, unless another process compiles the same."""
         if self.layers is not None or not self.may_compile or self._process is not None or self._given_up:
             return
         if self.ready():
@@ -188,7 +187,7 @@ class Compiled:
         try:
             make_private(self.directory)
             with FileLock(self.directory / LOCK, mode=0o600, blocking=False):
-                for old in self.directory.glob("log-*"):  # of processes that failed
+                for old in self.directory.glob("log-*"):  # left by processes that failed
                     if time.time() - old.stat().st_mtime > TIME_LIMIT:
                         old.unlink(missing_ok=True)
             self._process = self._spawn()
@@ -267,8 +266,8 @@ class Compiled:
         return CompiledLayers(*made, decoder_layers[-1].self_attn, self.spec["threads"])
 
     def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledHead | None:
-        """The compiled head; None if the head has no tiles, because oneDNN chose another layout for it, or if the model
-        is a pipeline stage that is not the last."""
+        """The compiled head. None if the head has no tiles, because oneDNN chose another layout for it, or if the model
+        is not the last pipeline stage."""
         head: Any = self.model.lm_head
         if head is None or head.weight.tiles is None:
             return None
@@ -312,7 +311,7 @@ def tensors_of(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def own_tensors_of(layer: nn.Module) -> dict[str, Tensor]:
-    """The same without the weights of adapters. They are in the order of a layer that has no slots."""
+    """The same without the weights of adapters, in the order of a layer that has no slots."""
     adapters = set(map(id, lora_buffers(layer)))
     return {name: tensor for name, tensor in tensors_of(layer).items() if id(tensor) not in adapters}
 
@@ -342,7 +341,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py"]
     sizes = asdict(config) | {"num_layers": None, "max_position_embeddings": None}
     sizes["sliding_windows"] = sizes["other_rope_layers"] = None  # arguments of the chain
-    sizes["eos_token_ids"] = None  # the engine's; it adds those of the tokenizer
+    sizes["eos_token_ids"] = None  # used only by the engine, which adds the tokenizer's
     if config.experts is not None:
         sizes["experts"] = asdict(config.experts) | {"layers": None}  # all of them have experts
     parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]

@@ -39,8 +39,8 @@ struct Layer {
     FixedInputs fixed;
     const void* kv_cache;
     int64_t window;
-    int64_t rope;  // which of the rotations of a part
-    int64_t kind;  // which of the steps, and of the slots of a part (layer_kinds.py)
+    int64_t rope;  // the index of a part's rotation
+    int64_t kind;  // the index of the step, and of a part's slots (layer_kinds.py)
 };
 
 // Some rows of a step's activations, as handles.
@@ -100,14 +100,14 @@ int call_after(const Function& after, const Layer& layer, Part& part, void* q) {
 
 // Run layers up to the attention of the last one. Each layer is `before`, attention and `after`.
 //
-// before, after: of each part, because threads must not call the same one at the same time.
+// before, after: one function for each part, because two threads must not call the same function at the same time.
 // parts: each has `part_rows` rows except the last, which may have fewer. `output` becomes the handle of the input of
 //     the last layer.
-// steps: of each kind of layers.
-// attended: the output of each layer's attention is written to it; that of the last one stays there.
+// steps: one for each kind of layers.
+// attended: each layer writes the output of its attention here; the last layer's output stays.
 //
 // Several parts are computed at the same time, each by a single thread. A single part is computed by all threads.
-// Frees no inputs. Returns 0, or the code of what has failed; temporary tensors may then not be freed.
+// Frees no inputs. Returns 0, or an error's code; temporary tensors may then not be freed.
 extern "C" int run_layers(const Function* before, const Function* after, const Layer* layers, size_t num_layers,
                           const Step* const* steps, int64_t num_blocks, Part* parts, int num_parts, int64_t part_rows,
                           void* attended) {
@@ -121,12 +121,12 @@ extern "C" int run_layers(const Function* before, const Function* after, const L
             const Layer& layer = layers[i];
 #pragma omp for schedule(static)
             for (int j = 0; j < num_parts; j++) {
-                if (error) continue;  // of another part, in the layer before
+                if (error) continue;  // from another part, in the previous layer
                 if (const int code = call_before(before[j], layer, parts[j], &q[j], &addresses[j])) error = code;
             }
             if (error) break;
             attend(*steps[layer.kind], addresses.data(), part_rows, layer.kv_cache, num_blocks, layer.window, attended);
-#pragma omp for schedule(static) nowait  // a thread has the same part as before
+#pragma omp for schedule(static) nowait  // a thread has the same part in every layer
             for (int j = 0; j < num_parts; j++) {
                 int code;
                 if (i + 1 == num_layers)
@@ -138,11 +138,11 @@ extern "C" int run_layers(const Function* before, const Function* after, const L
         }
     };
     if (num_parts == 1) {
-        run();  // not in a parallel region: libgomp would start new threads for each one that is nested
+        run();  // not in a parallel region: libgomp would start new threads for each nested region
     } else {
 #pragma omp parallel num_threads(num_parts)
         {
-            omp_set_num_threads(1);  // of what this thread calls
+            omp_set_num_threads(1);  // for what this thread calls
             run();
         }
     }

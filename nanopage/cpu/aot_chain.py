@@ -1,8 +1,8 @@
 """Calls code that AOTInductor has compiled, one function after another, without holding Python's global lock.
 
-torch's own loader holds the lock while compiled code runs. The other threads of the process stand still meanwhile, and
-those of a server send nothing. Here, calls go through ctypes, which releases the lock, to the C interface of a compiled
-library. `aot_chain.cpp` runs all layers of a step, with attention between their parts, in one go.
+torch's own loader holds the lock while compiled code runs. Meanwhile the other threads of the process stand still, and
+a server sends nothing. Here, calls go through ctypes, which releases the lock, to the C interface of a compiled
+library. `aot_chain.cpp` runs all layers of a step, with attention between their parts, in one call.
 
 A tensor crosses as a handle: the address of a tensor object, which the called function frees.
 """
@@ -23,9 +23,9 @@ from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.state.layer_kinds import MOST_KINDS
 
-# A step with at least so many rows for each thread is computed in parts, one by each thread. They read all weights, but
-# do not wait for each other at every loop, nor read what another core has just written. On two cores, 6 to 9 % faster
-# for 200 to 600 rows, and 3 to 6 % slower for 32.
+# A step with at least this many rows for each thread is computed in parts, one by each thread. Every thread then reads
+# all weights, but does not wait for the others at every loop, nor read what another core has just written. On two
+# cores, this is 6 to 9 % faster for 200 to 600 rows, and 3 to 6 % slower for 32.
 PART_ROWS = 64
 
 # torch hands over handles as capsules. Unlike the functions of a CDLL, these two do not release the lock.
@@ -64,7 +64,7 @@ class _Part(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """The addresses of what attention needs to know of a step, in the layers of one kind."""
+    """The addresses of what attention needs to know of a step, for one kind of layers."""
 
     _fields_ = (
         ("num_sequences", c_int64),
@@ -85,7 +85,7 @@ class Step(ctypes.Structure):
 class Library:
     """A compiled function of tensors.
 
-    Args: count: the length of `functions`. Threads must not call the same one at the same time.
+    Args: count: the length of `functions`. Two threads must not call the same function at the same time.
     Raises:
         OSError: the file is not a library that can be loaded.
         RuntimeError: it cannot be initialized.
@@ -120,7 +120,7 @@ class Layers:
         kv_caches: of each layer, as in KVCache.
         windows: how many of the last tokens the attention of each layer sees; None for all.
         ropes: which of the model's ropes each layer has.
-        kinds: of which kind each layer is (see layer_kinds.py).
+        kinds: the kind of each layer (see layer_kinds.py).
     """
 
     def __init__(
@@ -183,17 +183,17 @@ class Chain:
             x: [T, hidden_size]. T is the number of tokens.
             step: with the rotations. Its attentions are GroupedAttentions. Its adapters, if there are any, are a
                 further input of both functions: the adapter slot of each token, int64 [T].
-            attended: [T, num_heads, head_dim], contiguous. The output of each layer's attention is written to it, and
-                that of the last one stays there.
-            num_parts: the rows are divided into at most so many parts that are computed at the same time, each by a
-                single thread. 1: all threads compute all rows together.
+            attended: [T, num_heads, head_dim], contiguous. Each layer writes the output of its attention here, and the
+                last layer's output stays.
+            num_parts: the rows are divided into at most this many parts, which are computed at the same time, each by
+                a single thread. 1: all threads compute all rows together.
 
         Returns: the input of the last layer, [T, hidden_size].
         Raises: RuntimeError if a function fails; its error is on stderr.
         """
         part_rows = -(-len(x) // num_parts)
         while len(x) > 1 and len(x) % part_rows == 1:
-            part_rows += 1  # for the code for several rows may not be right for one
+            part_rows += 1  # because the code for several rows may be wrong for one row
         attentions, rotations, adapters = step.attentions, step.rotations, step.adapters
         slots = [attention.slot_mapping for attention in attentions]
         tensors = [x, attended, *slots, *(t for rotation in rotations for t in rotation)]
@@ -214,7 +214,7 @@ class Chain:
             attended.data_ptr(),
         )  # fmt: skip
         for handles in inputs:
-            take_tensors(handles)  # frees them
+            take_tensors(handles)  # frees the handles
         _check(code)
         return torch.cat(take_tensors([part.output for part in parts]))
 
@@ -224,10 +224,10 @@ class CompiledLayers:
 
     Args:
         libraries: the compiled functions, by part and kind.
-        layers: without the weights of adapters.
-        adapted: with them, or None if there are no slots for adapters.
+        layers: the layers without the weights of adapters.
+        adapted: the layers with these weights. None: there are no slots for adapters.
         last: the attention of the last layer, a SelfAttention.
-        num_threads: the most that a step may have.
+        num_threads: the most threads that a step may have.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class CompiledLayers:
         self.last, self.num_threads = last, num_threads
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
-        """Run all layers on x [T, hidden_size]. Returns: the output of the last one, for the rows that the step
+        """Run all layers on x [T, hidden_size]. Returns: the output of the last layer, for the rows that the step
         keeps."""
         layers = self.layers if step.adapters is None else self.adapted
         assert layers is not None
@@ -299,5 +299,5 @@ def new_handles(tensors: Sequence[Tensor]) -> "ctypes.Array[c_void_p]":
 
 
 def take_tensors(handles) -> list[Tensor]:
-    """The tensors of handles, which are freed."""
+    """Turn handles into their tensors, and free the handles."""
     return _aoti.alloc_tensors_by_stealing_from_void_ptrs([_capsule_of(handle, None, None) for handle in handles])

@@ -73,8 +73,8 @@ OPTIONS: dict[str, Any] = {
         ],
     },
 }
-MAX_PROCESSES = 4  # that compile at the same time
-PROCESS_BYTES = 2**30  # of memory for each: 700 MB were measured
+MAX_PROCESSES = 4  # processes that compile at the same time
+PROCESS_BYTES = 2**30  # memory of each process: 700 MB were measured
 
 
 class _Exported(nn.Module):
@@ -122,7 +122,7 @@ def compile_layer(
 ) -> None:
     """Compile one part of a decoder layer to `file`, for a single row or for several. Takes tens of seconds at most.
 
-    Args: running: that of an AdaptedDecoder, if rows have adapters.
+    Args: running: the AdaptedDecoder's `running`, if rows have adapters.
     """
     x = torch.zeros(num_rows, config.hidden_size, dtype=dtype)
     if part == "after":
@@ -143,8 +143,8 @@ def compile_layer(
 
 
 class _ExportedHead(nn.Module):
-    """Computes the last norm and the head as a function of their input and tensors: logits, and of a single row also
-    the token with the largest one."""
+    """Computes the last norm and the head as a function of their input and tensors. Returns logits, and for a single
+    row also the token with the largest logit."""
 
     def __init__(self, norm: nn.Module, config: ModelConfig, one_row: bool):
         super().__init__()
@@ -167,7 +167,7 @@ def compile_head(
     any_size = torch.export.Dim.DYNAMIC
     width = TILE if tiled else tile_width(dtype)
     num_tiles = -(-config.vocab_size // width)
-    if tiled:  # of any kind: compiled code does not check sizes
+    if tiled:  # tiles of any kind: compiled code does not check sizes
         weight = [torch.empty(num_tiles, config.hidden_size, TILE, dtype=torch.bfloat16), torch.empty(num_tiles, TILE)]
     else:
         per_word = 4 // dtype.itemsize
@@ -221,13 +221,13 @@ def main(spec: dict[str, Any], directory: Path, make: Callable[..., Any] | None 
     """Compile the parts that `spec` needs and `directory` does not have. `aot.Compiled` makes `spec`.
 
     Args: make: compiles a part in a forked process. None: `make_part`.
-    Returns: what it returns, by the names of the files.
+    Returns: name of a file -> what `make` returned.
     """
     os.umask(0o077)
     timer = threading.Timer(TIME_LIMIT, _give_up)
     timer.daemon = True
     timer.start()
-    os.nice(19)  # for systems without SCHED_IDLE
+    os.nice(19)  # because some systems have no SCHED_IDLE
     config = msgspec.json.decode(spec["config"], type=ModelConfig)
     with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
@@ -250,7 +250,7 @@ def main(spec: dict[str, Any], directory: Path, make: Callable[..., Any] | None 
             sources += ["lora.cpp"] if spec["adapted"] else []
             if sources:
                 compile_operators(product_constants(getattr(torch, spec["dtype"])), sources, Path(scratch))
-                os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for it
+                os.environ["LIBRARY_PATH"] = scratch  # where the linker looks for the operators
                 torch._inductor.config.aot_inductor.custom_op_libs = [OPERATORS]
             made = pool.map(partial(make or make_part, spec, config, directory), missing)
             return dict(zip(missing, made, strict=True))  # raises the exceptions of the processes
@@ -267,7 +267,7 @@ def _num_processes(num_threads: int) -> int:
 def _give_up() -> None:
     """End this process, and the processes and C++ compilers that it has started."""
     print(f"compiling took longer than {TIME_LIMIT} s", file=sys.stderr, flush=True)
-    if os.getpgrp() == os.getpid():  # as `aot.py` starts it
+    if os.getpgrp() == os.getpid():  # true if `aot.py` has started it
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -281,7 +281,7 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
     if part == "chain":
         compile_chain(attention_constants(config, dtype, kv_dtype, spec["block_size"]), directory / name)
         return
-    # Inductor decides by the number of rows which loops are worth several threads.
+    # Inductor uses the number of rows to decide which loops are worth several threads.
     num_rows = {"one": 1, "many": 90}[kind]
     # The smallest model with such a layer. Its weights are never filled.
     experts = None if config.experts is None else replace(config.experts, layers=(True,))
@@ -324,4 +324,4 @@ def _register_lowering() -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]), Path(sys.argv[2]))
-    Path(sys.argv[3]).unlink(missing_ok=True)  # nobody needs the log of a success
+    Path(sys.argv[3]).unlink(missing_ok=True)  # the log matters only after a failure

@@ -1,7 +1,7 @@
-"""CompiledProduct: products that are compiled C++, for steps that run eagerly.
+"""CompiledProduct: products in compiled C++, for steps that run eagerly.
 
-Of weights in tiles, also in mixtures of experts, which PyTorch alone would convert as a whole for each product, and of
-adapters, which PyTorch multiplies one by one.
+There are products with weights in tiles, also in mixtures of experts, and products of adapters. PyTorch alone would
+convert all weights in tiles for each product, and multiply by one adapter after another.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ class CompiledProduct:
         return self._call(self._product, arguments)
 
     def experts(self, *arguments: Tensor | int) -> Tensor:
-        """The operator nanopage::tile_experts, which the library of tile_linear has, too: tensors and then numbers."""
+        """Call nanopage::tile_experts, which is in tile_linear's library, too, with tensors and then numbers."""
         return self._call(self._library.aoti_torch_cpu_tile_experts, arguments)
 
     def _call(self, function: Any, arguments: Sequence[Any]) -> Tensor:
@@ -76,8 +76,8 @@ def adapter_product(dtype: torch.dtype) -> CompiledProduct | None:
 def _product(name: str, sources: Sequence[str], dtype: torch.dtype, what: str) -> CompiledProduct | None:
     """The compiled operator. Compiles it on first use, which takes seconds.
 
-    Args: sources: in this folder. what: words for messages.
-    Returns: None if NANOPAGE_COMPILE forbids it, or, after a warning, if that is not possible.
+    Args: sources: files in this folder. what: a description for messages.
+    Returns: None if NANOPAGE_COMPILE forbids compiling, or, after a warning, if compiling fails.
     """
     try:
         constants = product_constants(dtype)
@@ -98,7 +98,7 @@ def _product(name: str, sources: Sequence[str], dtype: torch.dtype, what: str) -
 
 
 def _remove_damaged(directory: Path, name: str) -> None:
-    """Remove a damaged library, and what processes that were killed have left."""
+    """Remove a damaged library, and the files that killed processes have left."""
     for stale in directory.glob(f"{SCRATCH}*"):
         shutil.rmtree(stale, ignore_errors=True)
     try:

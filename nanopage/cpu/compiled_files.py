@@ -1,4 +1,4 @@
-"""Files of compiled code in the cache: what they depend on, and whether they are whole.
+"""Files of compiled code in the cache: what they depend on, and whether they are intact.
 
 A directory has the files that were compiled for the same sources, sizes and processor. The name of a file contains a
 digest of its contents.
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-LOCK = "lock"  # name of the file that a process holds a lock of while it compiles
+LOCK = "lock"  # name of the file that a process locks while it compiles
 
 
 def may_compile() -> bool:
-    """What NANOPAGE_COMPILE says. Raises: ValueError for a value that it cannot have."""
+    """Whether NANOPAGE_COMPILE allows compiling. Raises: ValueError for an unknown value."""
     setting = os.environ.get("NANOPAGE_COMPILE")
     if setting not in (None, "", "never"):
         raise ValueError(f"NANOPAGE_COMPILE must be 'never' or not set, got {setting[:100]!r}")
@@ -51,5 +51,5 @@ def digest(file: Path) -> str:
 
 
 def processor() -> tuple[list, str]:
-    """What compiled code needs to know of the CPU, and which of its instructions torch uses."""
+    """The CPU, and which of its instructions torch uses: what compiled code depends on."""
     return sorted(torch.cpu.get_capabilities().items()), torch.backends.cpu.get_cpu_capability()

@@ -1,16 +1,17 @@
 // Causal attention over a paged KV cache on a CPU: FlashAttention-2 (Dao 2023), and Flash-decoding (Dao et al. 2023)
 // for long sequences with one query. pages.py describes the layout of the cache.
 //
-// A tile is up to TILE_QUERIES queries of one sequence, with all heads that share a KV head: its rows. KEYS keys at a
-// time, it computes scores = q k, weights = 2^(scores - largest) and out += weights v. `largest` is each row's largest
-// score so far. When it grows, the sums up to then are scaled down. Nothing that grows with the sequence is stored.
+// The rows of a tile are up to TILE_QUERIES queries of one sequence, each with all heads that share a KV head. For KEYS
+// keys at a time, a tile computes scores = q k, weights = 2^(scores - largest) and out += weights v. `largest` is each
+// row's largest score so far. When it grows, the earlier sums are scaled down. Nothing that is stored grows with the
+// sequence.
 //
-// A query by itself, as in decoding, is limited by reading K and V: it reads them as they are in the cache, where
-// vectors do not cross the ends of pages. More queries share a copy that is packed for products.
+// Reading K and V limits a query by itself, as in decoding. It reads them directly from the cache, where vectors do not
+// cross the ends of pages. Several queries share a copy that is packed for products.
 //
 // The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, SCALE (of the
-// products of q and k), SOFTCAP (0: none; see layers/attention.py), BFLOAT16 (see registers.h), and KV_CACHE, the type of K and V in the cache: Stored, or, where activations are
-// float32, Bfloat16 or Float16.
+// products of q and k), SOFTCAP (0: none; see layers/attention.py), BFLOAT16 (see registers.h), and KV_CACHE, the type
+// of K and V in the cache: Stored, or, where activations are float32, Bfloat16 or Float16.
 
 #include <omp.h>
 
@@ -24,26 +25,26 @@ constexpr int KEYS = std::max(BLOCK_SIZE, 64 / BLOCK_SIZE * BLOCK_SIZE);
 constexpr int NUM_PAGES = KEYS / BLOCK_SIZE;
 constexpr int KEY_COLUMNS = round_up(KEYS, LANES);
 constexpr int DIMS = round_up(HEAD_DIM, LANES);
-constexpr int PIECES = 8;  // of queries by themselves, for each thread
+constexpr int PIECES = 8;  // for each thread, into which queries by themselves are divided
 constexpr int64_t PAGE = HEAD_DIM * BLOCK_SIZE;
-constexpr int64_t ROW = NUM_KV_HEADS * GROUP * HEAD_DIM;  // of q and the output
-constexpr float LOWEST = -1e30f;                          // `largest` of a row that has seen nothing
+constexpr int64_t ROW = NUM_KV_HEADS * GROUP * HEAD_DIM;  // elements in a row of q and the output
+constexpr float LOWEST = -1e30f;                          // `largest` of a row that has seen no key
 constexpr float HIDDEN = -__builtin_inff();               // a score that is masked
 
 struct Sequence {
     const int64_t* blocks;
-    int64_t row;  // of its first query in q
+    int64_t row;  // in q, of its first query
     int64_t num_queries, num_keys;
 };
 
-// What a thread computes in one go: the rows of a tile, or of a query by itself with several heads of K and V, over the
-// keys from `first` to `end`.
+// What a thread computes at a time, over the keys from `first` to `end`: the rows of a tile, or a query by itself with
+// several heads of K and V.
 struct Piece {
     Sequence sequence;
     int64_t query;        // the first of the tile
     int head, num_heads;  // of K and V
     int64_t first, end;
-    int split, num_splits;  // which of the pieces into which the keys are split
+    int split, num_splits;  // the index of this split of the keys, and their number
     int64_t partial;        // where the results of the heads' splits begin, [num_heads, num_splits]
 
     int num_rows() const {
@@ -55,7 +56,7 @@ struct Piece {
 using Cached = KV_CACHE;
 
 struct Layer {
-    const Stored* const* q;  // its parts
+    const Stored* const* q;  // the parts of q
     int64_t part_rows;       // rows of each part but the last
     const Cached *keys, *values;
     Stored* out;
@@ -138,8 +139,8 @@ void pack(const Layer& layer, const Sequence& sequence, int head, int64_t first,
     }
 }
 
-// Turn the scores of `rows` rows, from `begin` on, into weights, and update `largest`, `total` and the scale of `out`.
-// Row i sees the keys of seen(i), from the first up to the second.
+// Turn the scores of `rows` rows, starting at `begin`, into weights. Update `largest`, `total` and the scale of `out`.
+// Row i sees the keys between the two numbers of seen(i).
 template <class Seen>
 void softmax(Scratch& scratch, int begin, int rows, Seen seen) {
     constexpr float scale = 1.44269504 * (SOFTCAP > 0 ? 1.0 : SCALE);  // 2^(x log2(e)) = e^x
@@ -170,7 +171,7 @@ void softmax(Scratch& scratch, int begin, int rows, Seen seen) {
     }
 }
 
-// How many vectors of a row are summed at once, if there are `width`.
+// How many vectors of a row are summed at once, if the row has `width` vectors.
 constexpr int vectors_at_once(int width) {
     int count = std::clamp(MOST_SUMS / GROUP, 1, width);
     while (width % count) count--;
@@ -226,7 +227,7 @@ void multiply_values(const Element (*weights)[KEY_COLUMNS], const Cached* const*
     }
 }
 
-// The row of q and of the output that a row of a piece belongs to, and where its head begins in it.
+// The row of q and of the output that a row of a piece belongs to, and where the piece's head begins in that row.
 int64_t query_of(const Piece& piece, int row) {
     return piece.sequence.row + piece.query + row / (GROUP * piece.num_heads);
 }
@@ -312,7 +313,7 @@ void attend_piece(const Layer& layer, const Piece& piece, Partial* partials, Scr
     }
 }
 
-// Combine the splits that begin with this piece.
+// Combine the splits, of which this piece is the first.
 void merge(const Layer& layer, const Piece& piece, const Partial* partials) {
     for (int row = 0; row < piece.num_rows(); row++) {
         const Partial* splits = partials + piece.partial + row / GROUP * piece.num_splits;
@@ -340,7 +341,7 @@ struct Step {
 
 namespace {
 
-// The pieces of a step, and the results of those that are splits.
+// The pieces of a step, and the results of the pieces that are splits.
 struct Work {
     std::vector<Piece> pieces;
     std::vector<Partial> partials;  // none if there are no splits
@@ -349,8 +350,8 @@ struct Work {
         const auto first_of = [&](int64_t position) {  // at most the first key that a query sees
             return window ? std::max<int64_t>(0, position + 1 - window) / KEYS * KEYS : 0;
         };
-        // Queries by themselves are divided into pieces with `share` keys or more, counted for each head. Heads of a
-        // block are adjacent in memory, so pieces have all of them unless that leaves too few pieces.
+        // Queries by themselves are divided into pieces with `share` keys or more, counted for each head. The heads of
+        // a block are adjacent in memory, so a piece has all heads unless that leaves too few pieces.
         int64_t keys_alone = 0;
         for (int64_t i = 0; i < step.num_sequences; i++)
             if (step.query_lens[i] == 1) keys_alone += step.seq_lens[i] - first_of(step.seq_lens[i] - 1);
@@ -383,7 +384,7 @@ struct Work {
     }
 };
 
-// All threads of a parallel region call this. It begins when the last one has, and returns when all is done.
+// All threads of a parallel region call this. It begins when the last thread has called, and returns when all is done.
 void attend_together(const Step& step, const Layer& layer) {
     Work* work;
 #pragma omp single copyprivate(work)
@@ -409,7 +410,8 @@ void attend_together(const Step& step, const Layer& layer) {
 }  // namespace
 
 // Causal attention of q [T, heads, HEAD_DIM] over a layer's cache [2, num_blocks, NUM_KV_HEADS, HEAD_DIM * BLOCK_SIZE].
-// Writes `out`, of q's shape. Slots between a sequence's end and the end of its last block must be finite. A query sees the last `window` tokens up to itself, or all of them if `window` is 0.
+// Writes `out`, of q's shape. Slots between a sequence's end and the end of its last block must be finite. A query sees
+// the last `window` tokens up to itself, or all of them if `window` is 0.
 //
 // q: the addresses of its parts, each of `part_rows` rows except the last, which may have fewer.
 //

@@ -19,8 +19,8 @@ struct Format {
     static constexpr int BITS = BITS_;       // of a weight: 8 or 4
     static constexpr int GROUP = GROUP_;     // inputs that share a scale of their activations
     static constexpr bool SCALED = SCALED_;  // true: a scale for each group; false: one for each output
-    static constexpr bool OFFSET = OFFSET_;  // whether they have an offset, too: weight = scale * integer - offset
-    static constexpr int QUADS = 8 / BITS;   // quads that share bytes
+    static constexpr bool OFFSET = OFFSET_;  // whether groups have an offset, too: weight = scale * integer - offset
+    static constexpr int QUADS = 8 / BITS;   // the number of quads that share bytes
 };
 
 constexpr int GROUP_INPUTS = 64;  // as in tile_linear.py
@@ -34,7 +34,7 @@ using Register = __m512i;
 using Register = __m256i;
 #endif
 
-// Four activations, as `dot` multiplies them.
+// Four activations in the form that `dot` multiplies.
 struct Quad {
 #ifdef DOT_PRODUCT
     using Integer = int8_t;
@@ -53,7 +53,7 @@ constexpr int SUMS = 4;
 constexpr int SUMS = LANES / 8;
 #endif
 
-// For each lane: sum + its four weights, which are bytes, times x.
+// In each lane: sum + the products of the lane's four weights, which are bytes, and x.
 Ints dot(Ints sum, Ints weights, const Quad& quad) {
 #ifdef DOT_PRODUCT
     return (Ints)DOT_PRODUCT((Register)sum, (Register)weights, (Register)(Ints{} + quad.words[0]));
@@ -70,11 +70,11 @@ Ints dot(Ints sum, Ints weights, const Quad& quad) {
 #endif
 }
 
-// A group of a row, apart from its integers.
+// A group of a row, without its integers.
 struct Group {
     float scale;    // of the activations
     float sum;      // of the rounded activations
-    int32_t start;  // of integer sums with weights of 8 bits
+    int32_t start;  // the first term of integer sums with weights of 8 bits
 };
 
 // Rows of x in int8, in groups of GROUP inputs. The last quad is padded with zeros.
@@ -137,7 +137,7 @@ class Quantized {
 
 // A tile [num_quads / QUADS, TILE, QUAD] of bytes, and its scales: float [TILE], or for each group of inputs 16-bit
 // floats [num_groups, TILE], or with offsets [num_groups, 2, TILE]. With 4 bits, the low halves of bytes are the
-// weights of one quad, the high halves those of the next one.
+// weights of one quad, and the high halves are the weights of the next quad.
 template <class Format>
 struct Tile {
     const uint8_t* weights;
@@ -148,8 +148,8 @@ struct Tile {
 template <class Format, int TILE, int N>
 void multiply_integer_rows(const Quantized<Format::GROUP>& x, int64_t row, const Tile<Format>& tile, Stored* y,
                            int64_t y_stride) {
-    // A single row is limited by reading the weights: it reads each cache line once. With offsets, sums of many rows
-    // leave registers for scales and offsets.
+    // Reading the weights limits a single row, so it reads each cache line once. With offsets, the sums of many rows
+    // must leave registers for scales and offsets.
     constexpr int WIDTH = TILE / LANES, TOGETHER = N == 1 ? WIDTH : Format::OFFSET ? std::max(1, SUMS / 2) : SUMS;
     constexpr int QUADS = Format::QUADS, DEPTH = Format::GROUP / QUAD / QUADS;
     const auto halves = (const Float16*)tile.scales;

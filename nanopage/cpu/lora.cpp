@@ -1,9 +1,9 @@
-// The products of LoRA adapters (adapters/layers.py): each token that has an adapter gets y + x A^T B, with A and B of its
-// slot. Sums are float32. The compiler is given BFLOAT16 (see registers.h).
+// The products of LoRA adapters (adapters/layers.py): each token that has an adapter gets y + x A^T B, with A and B of
+// its slot. Sums are float32. The compiler is given BFLOAT16 (see registers.h).
 //
-// Tokens are sorted by slot. Those of a slot are multiplied in blocks, so that a block reads the weights once. All
+// Tokens are sorted by slot. The tokens of a slot are multiplied in blocks, so that a block reads the weights once. All
 // threads first compute h = x A^T of all blocks, and then y + h B. Both read weights in the order of memory, because
-// decodes with different adapters are limited by reading them.
+// reading them limits decodes with different adapters.
 
 #include <memory>
 
@@ -12,11 +12,11 @@
 
 namespace {
 
-constexpr int BLOCK = 16;       // tokens: their x, and a task's part of A or B, stay in the cache
-constexpr int TOKENS = 4;       // of a block that registers hold together
-constexpr int RANKS = 4;        // of A or B that registers hold together
-constexpr int TASK_RANKS = 16;  // of A in a task
-constexpr int OUTPUTS = 1024;   // of B in a task
+constexpr int BLOCK = 16;       // tokens of a block: their x, and a task's part of A or B, stay in the cache
+constexpr int TOKENS = 4;       // tokens of a block that registers hold at once
+constexpr int RANKS = 4;        // rows of A or B that registers hold at once
+constexpr int TASK_RANKS = 16;  // rows of A in a task
+constexpr int OUTPUTS = 1024;   // columns of B in a task
 
 struct Matrix {  // whose rows are contiguous
     Stored* numbers;
@@ -31,20 +31,20 @@ struct Adapters {
     const int64_t* sizes;  // the outputs of each part
 };
 
-struct Block {  // of tokens of a slot
+struct Block {  // tokens of one slot
     int64_t slot;
     const int64_t* tokens;
     int count;
     float* h;  // [count, parts * rank]
 };
 
-struct Columns {  // of B, at most OUTPUTS, all of one part
+struct Columns {  // at most OUTPUTS columns of B, all of one part
     int64_t part, begin;
     int count;
 };
 
 #ifdef BFLOAT16_PRODUCTS
-constexpr int NUMBERS = 2 * LANES;  // in a register
+constexpr int NUMBERS = 2 * LANES;  // numbers in a register
 Words load(const Bfloat16* from) { return *(const Words*)from; }
 Floats add_products(Floats sum, Words a, Words b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
@@ -88,7 +88,7 @@ void multiply_by_a(const Stored* const* x, const Stored* a, int64_t length, floa
 }
 
 // sums [N, columns] += h [N, M] times b [M, columns]. Rows of sums are OUTPUTS numbers apart, and those of h and b
-// `h_stride` and `b_stride`.
+// are `h_stride` and `b_stride` numbers apart.
 template <int N, int M>
 void multiply_by_b(const float* h, int64_t h_stride, const Stored* b, int64_t b_stride, int columns, float* sums) {
     float factors[N][M];

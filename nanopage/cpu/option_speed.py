@@ -1,4 +1,4 @@
-"""Says so if an option that should make an engine faster or smaller makes it slower than the default on this CPU."""
+"""Warns if an option that should make an engine faster or smaller makes it slower than the default on this CPU."""
 
 import logging
 import time
@@ -18,8 +18,8 @@ from nanopage.layers.linear import Linear
 logger = logging.getLogger("nanopage")
 
 NUM_TOKENS = (1, 64)  # a decode, and a prompt or a batch
-SLOWER = 1.25  # times the default: less may be chance
-SECONDS = 0.003  # that a measurement takes at least
+SLOWER = 1.25  # times the default's time: less may be chance
+SECONDS = 0.003  # the least time that a measurement takes
 REPEATS = 5
 
 
@@ -30,12 +30,12 @@ def warn_of_slow_options(
     dtype: torch.dtype,
     product: CompiledProduct | None,
 ) -> None:
-    """Compare the largest product of a decoder layer with the same one as the default would compute it, if there is an
-    option to compare: a quantization, or another dtype of 16 bits than the default. Larger dtypes are for precision.
+    """Compare the speed of a decoder layer's largest product with its speed under the default options. Does nothing
+    unless an option sets a quantization, or a dtype of 16 bits other than the default: larger dtypes are for precision.
 
     Args:
-        layer: of the model, as the options have made it.
-        dtype: of its activations.
+        layer: a layer of the model under the options.
+        dtype: the dtype of its activations.
         product: multiplies by weights in tiles, if there is one.
     """
     default, _ = resolve_dtype("auto", model_config.dtype, torch.device("cpu"))

@@ -8,8 +8,8 @@ from nanopage.layers.linear import Linear, replace_weights
 
 
 class PackedWeight(nn.Module):
-    """A weight that exists only in oneDNN's layout, which products read about twice as fast. Rows are read from its
-    tiles, if it has any.
+    """A weight that exists only in oneDNN's layout. Products read this layout about twice as fast. If the weight has
+    tiles, its rows are read from them.
 
     Args: matrix: [out, in].
     """

@@ -1,8 +1,8 @@
 """Products with weights in oneDNN's blocked layout. oneDNN and compiled loops read the same copy of the weights.
 
 oneDNN computes products of several rows. A product of a single row is one pass over the weights, limited by the
-memory's bandwidth. A loop that Inductor compiles computes it without the cost of a call, and reads oneDNN's tiles in
-place.
+memory's bandwidth. A loop that Inductor compiles computes such a product without the cost of a call, and reads oneDNN's
+tiles in place.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-TILE = 64  # outputs of a tile, except where `tile_width` finds another number
+TILE = 64  # outputs of a tile, unless `tile_width` returns another number
 
 
 def can_pack(dtype: torch.dtype) -> bool:
@@ -32,19 +32,19 @@ def packed_linear(x: Tensor, packed_weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def tiles_of(packed_weight: Tensor, weight: Tensor) -> Tensor | None:
-    """View the memory of `packed_weight`, which is `pack(weight)`, as an ordinary tensor. It must not outlive
+    """View the memory of `packed_weight`, which is `pack(weight)`, as an ordinary tensor. The view must not outlive
     `packed_weight`.
 
     Returns: float32 [out / width, in, width], or int32 [out / width, in / 2, width] with two bfloat16 in each element,
-        the even input in the lower half; the width is `tile_width`'s. None if oneDNN chose another layout, as it does
-        for sizes that need padding.
+        the even input in the lower half. `tile_width` returns the width. None if oneDNN chose another layout, as it
+        does for sizes that need padding.
     """
     return _view_as_tiles(packed_weight, weight, tile_width(weight.dtype))
 
 
 @functools.cache
 def tile_width(dtype: torch.dtype) -> int:
-    """Return the number of outputs in a tile of oneDNN's: `TILE`, or 32 for bfloat16 on a processor with AMX."""
+    """Return the number of outputs in a oneDNN tile: `TILE`, or 32 for bfloat16 on a processor with AMX."""
     weight = torch.randn(TILE, TILE, dtype=dtype, generator=torch.Generator().manual_seed(0))
     packed_weight = pack(weight)
     return 32 if _view_as_tiles(packed_weight, weight, 32) is not None else TILE
@@ -89,7 +89,7 @@ def rows(tiles: Tensor, ids: Tensor) -> Tensor:
     return words.view(torch.bfloat16) if words.dtype == torch.int32 else words
 
 
-# Registered as an operator, so that it is a single call in a compiled graph: tracing cannot look into oneDNN.
+# Tracing cannot look into oneDNN, so the product is registered as an operator: a single call in a compiled graph.
 library = torch.library.Library("nanopage", "DEF")
 library.define("packed_linear(Tensor x, Tensor packed_weight, Tensor? bias) -> Tensor")
 library.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")

@@ -1,9 +1,9 @@
 // Vector registers, and products of small matrices that keep their sums in registers. For the compilers of GCC's vector
 // extensions (https://gcc.gnu.org/onlinedocs/gcc/Vector-Extensions.html).
 //
-// BFLOAT16 is 1 if activations are bfloat16, and 0 if they are float32. Sums are float32. Products are of bfloat16
-// where the processor multiplies it (AVX512-BF16), else of float32. Weights, K and V may have 16 bits in memory where
-// activations are float32: they are widened as they are read.
+// BFLOAT16 is 1 if activations are bfloat16, and 0 if they are float32. Sums are float32. Products multiply bfloat16
+// where the processor can (AVX512-BF16), and float32 elsewhere. If activations are float32, weights, K and V may still
+// have 16 bits in memory: they are widened as they are read.
 
 #pragma once
 
@@ -27,7 +27,7 @@ constexpr int LANES = 16, VECTORS = 4;  // of a register of floats; registers in
 #else
 constexpr int LANES = 8, VECTORS = 2;  // 6 * 2 of 16
 #endif
-constexpr int ROWS = 6;  // of sums that are in registers together
+constexpr int ROWS = 6;  // rows of sums that registers hold at once
 constexpr int MOST_SUMS = ROWS * VECTORS;
 
 typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -60,12 +60,12 @@ float float_of(uint32_t bits) {
 
 [[maybe_unused]] float widen(Float16 x) {
     const uint32_t magnitude = x.bits & 0x7fff, bits = magnitude << 13;
-    const float finite = float_of(bits) * 0x1p112f;  // the difference of the exponents' biases
+    const float finite = float_of(bits) * 0x1p112f;  // corrects the difference of the exponents' biases
     const float wide = magnitude < 0x7c00 ? finite : float_of(bits | 0x7f800000);
     return x.bits & 0x8000 ? -wide : wide;
 }
 
-// Read LANES numbers. GCC finds the instructions only where they are named.
+// Read LANES numbers. GCC uses these instructions only where they are named.
 [[maybe_unused]] Floats widen(const float* from) { return *(const Floats*)from; }
 
 [[maybe_unused]] Floats widen(const Bfloat16* from) {
@@ -103,7 +103,7 @@ float float_of(uint32_t bits) {
 }
 
 #if BFLOAT16
-using Stored = Bfloat16;  // the activations
+using Stored = Bfloat16;  // the type of activations in memory
 
 [[maybe_unused]] Stored narrow(float x) {  // to the nearest, ties to even
     if (x != x) return {0x7fc0};
@@ -125,7 +125,7 @@ using Word = int32_t;
 using Words = Ints;
 [[maybe_unused]] Element element(Bfloat16 x) { return x.bits; }
 
-// LANES words: the numbers at `from`, and those `stride` numbers behind them.
+// LANES words: the numbers at `from`, and the numbers `stride` behind them.
 [[maybe_unused]] Words words_at(const Bfloat16* from, int stride) {
     const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)from));
     const __m512i high = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(from + stride)));
@@ -156,7 +156,7 @@ Words words_at(const Number* from, int) {
 
 [[maybe_unused]] void store(float* to, Floats x) { *(Floats*)to = x; }
 
-// Write a register of what is computed.
+// Write a register of results.
 [[maybe_unused]] void narrow(Stored* to, Floats x) {
 #ifdef BFLOAT16_PRODUCTS
     store(&to->bits, x);

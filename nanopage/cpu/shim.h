@@ -1,4 +1,4 @@
-// What operators use of torch/csrc/inductor/aoti_torch/c/shim.h. Functions return 0, or the code of an error.
+// The part of torch/csrc/inductor/aoti_torch/c/shim.h that operators use. Functions return 0, or the code of an error.
 
 #pragma once
 

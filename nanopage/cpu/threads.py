@@ -1,5 +1,5 @@
-"""The threads of an engine on a CPU: at most one for each physical core that the process may use, and fewer while other
-processes keep cores busy."""
+"""The threads of an engine on a CPU: at most one for each physical core that the process may use, and fewer threads
+while other processes keep cores busy."""
 
 import contextlib
 import logging
@@ -50,27 +50,27 @@ def default_threads(system: Path = Path("/sys")) -> int:
 
 
 class ThreadCount:
-    """Chooses the number of threads of each step: as many as there are CPUs that other processes leave, at least one.
+    """Chooses the number of threads of each step: one for each CPU that other processes leave free, at least one.
 
     The threads of a step wait for each other many times. If one of them has to share its CPU, the others wait as well:
     with one of two CPUs busy, a step of two threads takes longer than a step of one.
 
     Args:
         most: the largest number of threads.
-        engine: pid of the engine, if it is another process. Its CPU time is not counted as that of other processes,
-            because it works mostly while this process waits.
+        engine: pid of the engine, if it is another process. The engine does not count as another process, because it
+            works mostly while this process waits.
     """
 
     INTERVAL = 0.1  # seconds between measurements
-    PAUSE = 1.0  # after so many seconds without a request, an average says little about now
-    # A CPU is left to others if they use more than BUSY of it, and taken again if they use less than IDLE.
+    PAUSE = 1.0  # seconds without a request after which an average says little about now
+    # Leave a CPU to other processes if they use more than BUSY of it. Take it back if they use less than IDLE.
     BUSY, IDLE = 0.4, 0.2
 
     def __init__(self, most: int, engine: int | None = None):
         self.most = self.threads = most
         self._engine = psutil.Process(engine) if engine is not None else None
         self._before = self._times()
-        self._resting_since: float | None = None  # when the last step ended, if no request is left
+        self._resting_since: float | None = None  # if no request is left: when the last step ended
 
     def set(self) -> None:
         """Set the number of threads for what the calling thread computes. Call this before each step."""
@@ -96,11 +96,11 @@ class ThreadCount:
         return max(1, min(self.most, max(at_least, min(self.threads, at_most))))
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds: now; of work of all processes, on the CPUs that this one may use; of work of this process and its
-        engine.
+        """Three times in seconds: the clock, the CPU time of all processes on the CPUs that this process may use, and
+        the CPU time of this process and its engine.
 
-        Leaves out processes with a low priority, such as the one that compiles, because they give way. Where the system
-        does not say what others do, they do nothing.
+        Leaves out processes with a low priority, such as the one that compiles, because they give way. If the system
+        does not report other processes, they count as idle.
         """
         now, own, allowed = time.perf_counter(), time.process_time(), allowed_cpus()
         if self._engine is not None:

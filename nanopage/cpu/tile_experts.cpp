@@ -1,5 +1,5 @@
-// Mixtures of experts with weights in tiles (see tile_experts.py): routing, and the products of each expert with the rows
-// of its tokens, sorted by expert. Only the weights of chosen experts are read.
+// Mixtures of experts with weights in tiles (see tile_experts.py): routing, and the products of each expert with the
+// rows of its tokens, sorted by expert. Only the weights of chosen experts are read.
 
 #include <memory>
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t PARALLEL = 1 << 15;  // so many numbers are worth more than one thread
+constexpr int64_t PARALLEL = 1 << 15;  // numbers from which on several threads are worth their cost
 
 template <class Number>
 std::unique_ptr<Number[]> uninitialized(int64_t size) {
@@ -16,7 +16,7 @@ std::unique_ptr<Number[]> uninitialized(int64_t size) {
 }
 
 // Call compute(i) for each vector of `size` numbers, which returns its Floats, and store them at `to`. Reads whole
-// vectors, also at the end, but writes no more than `size` numbers.
+// vectors, even at the end, but writes no more than `size` numbers.
 template <class Compute>
 void store_all(Stored* to, int64_t size, Compute compute) {
     int64_t i = 0;
@@ -27,7 +27,7 @@ void store_all(Stored* to, int64_t size, Compute compute) {
     std::copy(rest, rest + (size - i), to + i);
 }
 
-// The product of a row of x and one of the router, rounded as a linear layer rounds it.
+// The product of a row of x and a row of the router, rounded as a linear layer rounds it.
 float score_of(const Stored* x, const Stored* gate, int64_t hidden_size) {
     Floats sums = {};
     int64_t i = 0;
@@ -38,7 +38,7 @@ float score_of(const Stored* x, const Stored* gate, int64_t hidden_size) {
     return widen(narrow(sum));
 }
 
-// Choose the experts of a token, the likeliest first, and their weights. If a score is NaN, the weights are.
+// Choose the experts of a token, the likeliest first, and their weights. If a score is NaN, the weights are NaN, too.
 void choose(const Stored* x, int64_t hidden_size, const Stored* gate, int64_t num_experts, int64_t num_chosen,
             bool normalize, int32_t* experts, float* weights) {
     const int64_t padded = round_up(num_experts, LANES);
@@ -59,7 +59,7 @@ void choose(const Stored* x, int64_t hidden_size, const Stored* gate, int64_t nu
         experts[j] = best - scores.begin();
         weights[j] = *best / total;
         sum += weights[j];
-        *best = -1;  // less than any other
+        *best = -1;  // less than any score
     }
     for (int64_t j = 0; normalize && j < num_chosen; j++) weights[j] /= sum;
 }

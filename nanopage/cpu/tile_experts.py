@@ -1,7 +1,7 @@
 """Mixtures of experts with weights in tiles (see tile_linear.py).
 
 One operator computes a whole mixture: it chooses the experts of each token, sorts the tokens by expert, and multiplies
-the tokens of each expert at once. tile_experts.cpp does that without reading the weights of experts that nobody chose.
+the tokens of each expert at once. tile_experts.cpp does not read the weights of experts that no token has.
 
 The operator takes the addresses of weights, not tensors. A call with the tensors of a hundred experts would take longer
 than computing a token, and weights stay where they are, in a mapped file for example.
@@ -43,9 +43,9 @@ def experts(
         x: [T, hidden_size].
         gate: the router, [experts, hidden_size], of x's dtype.
         addresses: as `addresses_of` returns them.
-        gate_up, gate_up_scales: of one expert, tiles and scales of a weight [2 * intermediate_size, hidden_size], whose
-            first half is the gate of the feed-forward layer. All kinds of tile_linear.py, but the same of all experts.
-        down, down_scales: the same of a weight [hidden_size, intermediate_size].
+        gate_up, gate_up_scales: one expert's tiles and scales of a weight [2 * intermediate_size, hidden_size], whose
+            first half is the gate of the feed-forward layer. Any kind of tile_linear.py, but the same for all experts.
+        down, down_scales: the same for a weight [hidden_size, intermediate_size].
         num_chosen, normalize: as in `route`.
 
     Returns: [T, hidden_size].
@@ -66,7 +66,7 @@ def experts(
 
 
 def _tensor_at(address: int, like: Tensor) -> Tensor:
-    """The tensor at an address, with the dtype and shape of another one."""
+    """The tensor at an address, with the dtype and shape of `like`."""
     return torch.frombuffer((ctypes.c_char * like.nbytes).from_address(address), dtype=like.dtype).view(like.shape)
 
 

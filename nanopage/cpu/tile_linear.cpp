@@ -1,9 +1,9 @@
 // Products with weights in tiles of 8 or 4 bits, bfloat16 or float16 (see tile_linear.py): y = x W^T, for any number of
 // rows.
 //
-// Weights of 16 bits are widened to what registers.h multiplies: by few rows, as they are read. Otherwise, a panel is
-// widened once, a part of a tile, up to PANEL inputs of TILE outputs, and all rows of a block are multiplied by it. The
-// compiler is given BFLOAT16 (see registers.h).
+// Weights of 16 bits are widened to what registers.h multiplies. A product of few rows widens them as it reads them. A
+// product of more rows widens one panel at a time (a part of a tile: up to PANEL inputs of TILE outputs), and
+// multiplies all rows of a block by it. The compiler is given BFLOAT16 (see registers.h).
 
 #include "tile_linear.h"
 
@@ -13,10 +13,10 @@ namespace {
 
 constexpr int PANEL = 128;       // inputs
 constexpr int BLOCK_ROWS = 192;  // a block's sums, and a panel, stay in the cache
-// So many rows are multiplied without a panel. Without AVX-512, the sums of two rows do not fit into registers.
+// The most rows that are multiplied without a panel. Without AVX-512, the sums of two rows do not fit into registers.
 constexpr int FEW_ROWS = VECTORS * LANES == TILE ? 2 * ROWS : 1;
 
-// Widen LANES weights of an input, at `from`, and with PER_WORD = 2 of the next input, unless this is the last one.
+// Widen LANES weights of an input, at `from`. With PER_WORD = 2, also those of the next input, unless this is the last.
 template <class Weight>
 Words words_of(const Weight* from, [[maybe_unused]] bool last) {
 #ifdef BFLOAT16_PRODUCTS
@@ -33,8 +33,8 @@ void widen_panel(const Weight* tile, int depth, Element* panel) {
             *(Words*)(panel + i * TILE + j * PER_WORD) = words_of(tile + i * TILE + j, i + 1 == depth);
 }
 
-// The same as multiply_tile for a few rows, N at a time. They are limited by reading the weights, so these are widened
-// in registers.
+// The same as multiply_tile for a few rows, N at a time. Reading the weights limits them, so the weights are widened in
+// registers.
 template <class Weight, int N = std::min(FEW_ROWS, ROWS)>
 void multiply_few(const Element* x, int stride, int rows, const Weight* tile, int in_features, Stored* y,
                   int64_t y_stride) {
@@ -60,7 +60,7 @@ void multiply_few(const Element* x, int stride, int rows, const Weight* tile, in
 }
 
 // y [rows, TILE] = x [rows, in_features] times a tile, [in_features, TILE]. Rows of x are `stride` words apart, and
-// those of y `y_stride` elements.
+// rows of y are `y_stride` elements apart.
 template <class Weight>
 void multiply_tile(const Element* x, int stride, int rows, const Weight* tile, int in_features, Stored* y,
                    int64_t y_stride) {
@@ -79,7 +79,7 @@ void multiply_tile(const Element* x, int stride, int rows, const Weight* tile, i
         for (int j = 0; j < TILE; j += LANES) narrow(y + i * y_stride + j, *(Floats*)(sums + i * TILE + j));
 }
 
-// Call multiply(rows, number of a tile) for all tiles and rows, at most BLOCK_ROWS at once, by all threads.
+// Call multiply(rows, index of a tile) for all tiles and rows, at most BLOCK_ROWS rows at once, by all threads.
 template <class Multiply>
 void for_each_block(const std::vector<Rows>& groups, int64_t num_tiles, Multiply multiply) {
     std::vector<Rows> blocks;
@@ -104,7 +104,7 @@ void for_each_block(const std::vector<Rows>& groups, int64_t num_tiles, Multiply
 template <class Weight>
 void multiply_floats(const Layout& layout, const Stored* x, int64_t num_rows, const std::vector<Rows>& groups,
                      Stored* y) {
-    // Rows of x as elements that are multiplied, of a whole number of words.
+    // Rows of x in the type that is multiplied, padded to a whole number of words.
     const int64_t in_features = layout.in_features, length = round_up(in_features, PER_WORD);
     const int64_t y_stride = layout.num_tiles * TILE;
     std::vector<Element> copy;
@@ -122,7 +122,7 @@ void multiply_floats(const Layout& layout, const Stored* x, int64_t num_rows, co
     });
 }
 
-// The same with weights of integers. The scales of a tile take `scale_bytes`.
+// The same with integer weights. The scales of a tile take `scale_bytes`.
 template <class Format>
 void multiply_integers(const Layout& layout, int64_t scale_bytes, const Stored* x, int64_t num_rows,
                        const std::vector<Rows>& groups, Stored* y) {
@@ -186,7 +186,7 @@ int new_matrix(int64_t rows, int64_t columns, void* like, void** matrix) {
 }
 
 // The operator nanopage::tile_linear, as Inductor calls it: x [rows, in_features], tiles and scales -> y
-// [rows, num_tiles * TILE]. What the weights are follows from the types and sizes of tiles and scales. Returns 0, or
+// [rows, num_tiles * TILE]. The types and sizes of tiles and scales tell what the weights are. Returns 0, or
 // the code of an error.
 extern "C" int aoti_torch_cpu_tile_linear(void* x_tensor, void* tiles_tensor, void* scales_tensor, void** y_tensor) {
     int64_t* sizes;

@@ -1,4 +1,4 @@
-// What tile_linear.cpp has for other files: products with weights in tiles.
+// What other files use of tile_linear.cpp: products with weights in tiles.
 
 #pragma once
 
@@ -12,12 +12,12 @@ constexpr int TILE = 64;  // outputs
 // How a matrix is stored in tiles (see tile_linear.py).
 struct Layout {
     int64_t num_tiles;
-    int64_t in_features, depth;     // of a tile; depth: its size in that dimension
-    int64_t num_groups, per_group;  // groups of inputs with a scale, 0 if there are none; its numbers, with the offset
+    int64_t in_features, depth;     // of a tile; depth: the tile's size in the dimension of inputs
+    int64_t num_groups, per_group;  // groups of inputs with a scale, or 0; per_group: 1, or 2 with an offset
     int32_t dtype;
 };
 
-// Adjacent rows of activations, and the matrix that they are multiplied by.
+// Adjacent rows of activations, and the matrix that multiplies them.
 struct Rows {
     int64_t begin, count;
     const void *tiles, *scales;

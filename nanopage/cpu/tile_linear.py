@@ -1,11 +1,11 @@
 """Products with weights in tiles: int8 with one scale for each output, blocks of 8 or 4 bits with a scale for each
 group of inputs, or bfloat16 or float16.
 
-The int8 weights of an output are divided by their largest magnitude and rounded to 127 steps on either side of zero
-(vector-wise absmax, as in LLM.int8() by Dettmers et al. 2022). So are activations (W8A8), GROUP_INPUTS inputs of a
-token at a time, because processors multiply int8 fastest. Blocks are the format of .gguf files; activations are
-then rounded in the same groups as the weights. bfloat16 and float16 are how most checkpoints store their weights: a
-CPU that does not multiply them computes in float32, but need not read twice the bytes.
+For int8, the weights of an output are divided by their largest magnitude and rounded to 127 steps on either side of
+zero (vector-wise absmax, as in LLM.int8() by Dettmers et al. 2022). Activations are rounded in the same way (W8A8),
+GROUP_INPUTS inputs of a token at a time, because processors multiply int8 fastest. Blocks are the format of .gguf
+files; activations are then rounded in the same groups as the weights. Most checkpoints store their weights in bfloat16
+or float16: a CPU that does not multiply these computes in float32, but need not read twice the bytes.
 
 The weights are stored in tiles like oneDNN's blocks: a vector register holds weights of different outputs, so a product
 of few rows needs no sum across a register.
@@ -22,18 +22,18 @@ from nanopage.cpu.packed_linear import TILE, library
 GROUP_INPUTS = 64  # inputs that share a scale of their activations, as in integer_products.h
 INT4_GROUP = 32  # inputs that share a scale of their int4 weights
 INT4_FITS = 2
-INT4_ROWS = 16 * TILE  # rounded to int4 at once
+INT4_ROWS = 16 * TILE  # rows that are rounded to int4 at once
 QUAD = 4  # inputs whose int8 weights are adjacent in memory
-ZERO = 128  # the byte of the weight 0
-MANY_ROWS = 16  # from which on it is worth while to transpose int8 weights
+ZERO = 128  # the byte that stands for the weight 0
+MANY_ROWS = 16  # rows from which on transposing int8 weights pays
 
 
 def tile(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Store a weight [out, in] of any floating type in tiles of int8, bfloat16 or float16.
 
-    Returns: tiles, zero beyond `out`: 16 bits [ceil(out / TILE), in, TILE]; or int8, plus ZERO, as
-        uint8 [ceil(out / TILE), ceil(in / QUAD), TILE, QUAD]. And float32 scales [ceil(out / TILE), TILE], which are 1
-        for 16 bits.
+    Returns: tiles, and float32 scales [ceil(out / TILE), TILE], which are 1 for 16 bits. Tiles of 16 bits are
+        [ceil(out / TILE), in, TILE]. Tiles of int8 are uint8 [ceil(out / TILE), ceil(in / QUAD), TILE, QUAD], each
+        weight plus ZERO. Weights beyond `out` are zero.
     """
     num_tiles, in_features = -(-len(weight) // TILE), weight.shape[1]
     scales = torch.ones(num_tiles, TILE, device=weight.device)
@@ -42,7 +42,7 @@ def tile(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         tiles = torch.full((num_tiles, num_quads, TILE, QUAD), ZERO, dtype=torch.uint8, device=weight.device)
     else:
         tiles = torch.zeros(num_tiles, in_features, TILE, dtype=dtype, device=weight.device)
-    for i, part in enumerate(weight.split(TILE)):  # one tile at a time: float32 takes more memory
+    for i, part in enumerate(weight.split(TILE)):  # one tile at a time, because float32 takes more memory
         part = part.float()
         if dtype == torch.int8:
             scale = row_scales(part, 127)
@@ -55,8 +55,8 @@ def tile(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def row_scales(values: Tensor, most: float) -> Tensor:
-    """Scales by which the largest magnitude of each row becomes `most`, not 0 even for zeros: [rows, n] -> float32
-    [rows]."""
+    """Scales that turn the largest magnitude of each row into `most`: [rows, n] -> float32 [rows]. Rows of zeros have
+    scales other than 0, too."""
     return (values.abs().amax(1).float() / most).clamp(min=torch.finfo(torch.float32).tiny)
 
 
@@ -64,7 +64,7 @@ def row_scales(values: Tensor, most: float) -> Tensor:
 class Blocks:
     """A weight [out, in] of integers: weight = scale * integer - offset, with G groups of 16 or 32 adjacent inputs.
 
-    integers: int8 [out, in]; from 0 to 15 if there are 4 bits.
+    integers: int8 [out, in]; from 0 to 15 for 4 bits.
     scales: float32 [out, G]. offsets: the same, or None for zeros.
     bits: 8 or 4. Weights of 4 bits have groups of 32 and offsets.
     """
@@ -82,8 +82,8 @@ class Blocks:
 def round_to_int4(weight: Tensor) -> Blocks:
     """Round a weight [out, in] of any floating type to 4 bits, with a scale and an offset for each INT4_GROUP inputs.
 
-    They begin with the group's range. Then they are twice fitted to the rounded weights by least squares, and the
-    weights rounded again. in: a multiple of INT4_GROUP.
+    Scale and offset first cover the group's range. Then, twice, they are fitted to the rounded weights by least
+    squares, and the weights are rounded again. in: a multiple of INT4_GROUP.
     """
     groups = weight.float().unflatten(1, (-1, INT4_GROUP))
     low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
@@ -105,10 +105,10 @@ def _divide(values: Tensor, scale: Tensor) -> Tensor:
 def tile_blocks(blocks: Blocks) -> tuple[Tensor, Tensor]:
     """Store a weight of integers in tiles.
 
-    Returns: uint8 tiles, zero beyond `out`: of 8 bits plus ZERO [ceil(out / TILE), in / QUAD, TILE, QUAD], or of 4 bits
-        [ceil(out / TILE), in / QUAD / 2, TILE, QUAD], where the high halves of bytes are the weights of the quad after
-        that of the low halves. And float16 scales [ceil(out / TILE), G, 1, TILE], or with offsets
-        [ceil(out / TILE), G, 2, TILE].
+    Returns: uint8 tiles, and float16 scales [ceil(out / TILE), G, 1, TILE], or with offsets
+        [ceil(out / TILE), G, 2, TILE]. Tiles of 8 bits are [ceil(out / TILE), in / QUAD, TILE, QUAD], each weight plus
+        ZERO. Tiles of 4 bits are [ceil(out / TILE), in / QUAD / 2, TILE, QUAD]: the low halves of bytes are one quad,
+        and the high halves are the next quad. Weights beyond `out` are zero.
     """
     padding = -len(blocks.integers) % TILE
     integers = F.pad(blocks.integers, (0, 0, 0, padding)).unflatten(0, (-1, TILE)).unflatten(2, (-1, QUAD))
@@ -154,14 +154,14 @@ def round_activations(x: Tensor, group: int = GROUP_INPUTS) -> Tensor:
     """Round x [T, in] to the values that int8 can represent, with a scale for each `group` inputs."""
     groups = F.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group)).float()
     largest = groups.abs().amax(2, keepdim=True)
-    steps = torch.div(torch.tensor(127.0), largest)  # the operator / multiplies by the rounded reciprocal
+    steps = torch.div(torch.tensor(127.0), largest)  # the operator / would multiply by the rounded reciprocal
     rounded = (groups.double() * steps).round() * (largest / 127)  # in C++, too, these products are not rounded
     return torch.where(largest == 0, 0, rounded).flatten(1)[:, : x.shape[1]].to(x.dtype)
 
 
 def product(x: Tensor, tiles: Tensor, scales: Tensor) -> Tensor:
-    """Multiply x [T, in] by the weight: [T, tiles * TILE]. Converts the whole weight to x's dtype first; compiled code
-    converts a part at a time, or nothing (tile_linear.cpp)."""
+    """Multiply x [T, in] by the weight: [T, tiles * TILE]. Converts the whole weight to x's dtype first. Compiled code
+    (tile_linear.cpp) converts a part at a time, or nothing."""
     if scales.dim() == 4:
         in_features = x.shape[1]
         weight = rows(tiles, scales, torch.arange(len(tiles) * TILE), in_features, x.dtype)
@@ -183,7 +183,7 @@ def _int8_product(x: Tensor, weights: Tensor) -> Tensor:
     return products.unflatten(2, (-1, QUAD)).unflatten(1, (-1, QUAD)).diagonal(0, 2, 4).sum(-1)
 
 
-# Registered as an operator, so that compiled code calls tile_linear.cpp for it.
+# Registered as an operator, so that compiled code calls tile_linear.cpp.
 library.define("tile_linear(Tensor x, Tensor tiles, Tensor scales) -> Tensor")
 library.impl("tile_linear", product, "CompositeExplicitAutograd")
 

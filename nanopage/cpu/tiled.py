@@ -1,7 +1,7 @@
 """Weights in tiles, for a CPU: integers, whose inputs are rounded to int8 as well, or 16 bits (see cpu/tile_linear.py).
 
-`tile` replaces floats with these once they are loaded. Those of a quantized .gguf file are made by
-quantization/gguf_tiles.py.
+`tile` replaces weights in floats with weights in tiles once they are loaded. For a quantized .gguf file,
+quantization/gguf_tiles.py makes the tiles.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class TiledWeight(nn.Module):
 
     multiply: computes products when a step runs eagerly, as the operator nanopage::tile_linear does.
 
-    Args: dtype: of activations.
+    Args: dtype: the dtype of activations.
     """
 
     tiles: Tensor
@@ -42,18 +42,18 @@ class TiledWeight(nn.Module):
 
 
 def has_only_float16(module: nn.Module) -> bool:
-    """Whether all weights of linear layers are numbers that float16 has."""
+    """Whether float16 represents all weights of linear layers exactly."""
     weights = (child.weight for child in module.modules() if isinstance(child, Linear))
     matrices = (weight.matrix for weight in weights if isinstance(weight, Floats))
     return all(torch.equal(matrix.to(torch.float16).to(matrix.dtype), matrix) for matrix in matrices)
 
 
 def tile(module: nn.Module, kind: str) -> None:
-    """Tile the weight of every Linear in a module, and of the embedding if it is tied to one of them.
+    """Tile the weight of every Linear in a module, and the embedding's weight if the embedding is tied to one of them.
 
     Args:
-        kind: "int4", "int8", "bfloat16" or "float16". With int4, the head, whose rounding costs the most, and matrices
-            whose number of inputs is not a multiple of INT4_GROUP become int8.
+        kind: "int4", "int8", "bfloat16" or "float16". With int4, two kinds of matrices become int8: the head, whose
+            rounding costs the most, and matrices whose number of inputs is not a multiple of INT4_GROUP.
     """
     head = getattr(module, "lm_head", None)
 

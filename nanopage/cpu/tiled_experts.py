@@ -1,7 +1,7 @@
 """Mixtures of experts for a CPU, computed by one operator (see cpu/tile_experts.py).
 
-`join_experts` replaces the experts of a model with these once the weights are loaded, and tiled if they are to be
-integers or 16 bits.
+`join_experts` replaces the experts of a model with TiledExperts, after their weights have been loaded (and tiled, if
+they are to be integers or 16 bits).
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class TiledExperts(nn.Module):
     def __init__(self, experts: Experts):
         super().__init__()
         members: list[Any] = list(experts)
-        self.experts = [experts]  # in a list: only the first one's tensors are arguments of compiled code
+        self.experts = [experts]  # in a list: compiled code gets only the first expert's tensors as arguments
         self.first = members[0]
         weights = [(expert.gate_up_proj.weight, expert.down_proj.weight) for expert in members]
         tensors = [[up.tiles, up.scales, down.tiles, down.scales] for up, down in weights]
@@ -60,9 +60,9 @@ def can_join(module: nn.Module) -> bool:
 
 
 def join_experts(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace the experts of all mixtures in a module, which `can_join`.
+    """Replace the experts of all mixtures in a module. `can_join` must be true for it.
 
-    Args: dtype: of weights that are not tiled yet: float32 or bfloat16.
+    Args: dtype: the dtype of weights that are not tiled yet: float32 or bfloat16.
     Raises: ValueError if experts of a mixture are stored in different ways.
     """
     for mixture in [child for child in module.modules() if isinstance(child, MixtureOfExperts)]:

@@ -1,4 +1,4 @@
-"""Runs the C++ compiler for this processor: for the sources in this folder and for what Inductor makes of a layer."""
+"""Runs the C++ compiler for this processor, on the sources in this folder and on the code that Inductor generates."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ SCRATCH = "scratch-"  # prefix of the names of temporary directories
 
 
 def product_constants(dtype: torch.dtype) -> dict[str, int]:
-    """What the sources of products are compiled for."""
+    """The constants that the sources of products are compiled with."""
     return {"BFLOAT16": int(dtype == torch.bfloat16)}
 
 
@@ -40,7 +40,7 @@ def compile_operators(constants: Mapping[str, int | str], sources: Sequence[str]
 
 
 def move(made: Path, file: Path) -> None:
-    """Move what was made to `file`, with a digest in its name."""
+    """Move a compiled file to `file`, with a digest in its name."""
     os.replace(made, file.with_name(f"{file.stem}.{digest(made)}.so"))  # atomic: never a partial file
 
 
@@ -61,5 +61,5 @@ def run_compiler(constants: Mapping[str, int | str], *arguments: str | Path) -> 
 
 
 def only_avx2() -> bool:
-    """Whether torch uses AVX2: because the processor has no AVX-512, or because of ATEN_CPU_CAPABILITY."""
+    """Whether torch uses AVX2 alone: because the processor has no AVX-512, or because of ATEN_CPU_CAPABILITY."""
     return torch.backends.cpu.get_cpu_capability() == "AVX2"

@@ -1,4 +1,4 @@
-"""Division: the shape of what each of several workers has of a model."""
+"""Division: the shape of the part of a model that each of several workers has."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from nanopage.config.model import ExpertsConfig, ModelConfig
 
 
 def divide(model: ModelConfig, tp_size: int, expert_parallel: bool = False) -> ModelConfig:
-    """The shape of what each of `tp_size` workers has of every layer.
+    """The shape of the part of every layer that each of `tp_size` workers has.
 
     Heads, inputs of the feed-forward layer and the vocabulary are divided. Where there are fewer KV heads than workers,
     several workers have the same one. With `expert_parallel`, experts stay whole.
@@ -37,7 +37,7 @@ def divide(model: ModelConfig, tp_size: int, expert_parallel: bool = False) -> M
 
 
 def _divide_experts(experts: ExpertsConfig, tp_size: int, expert_parallel: bool) -> ExpertsConfig:
-    """As `divide`. `num_experts` stays: experts keep their numbers."""
+    """As `divide`. `num_experts` does not change, because experts keep their numbers."""
     if expert_parallel and experts.num_experts % tp_size:
         raise ValueError(
             f"tensor_parallel_size={tp_size} with enable_expert_parallel does not divide num_experts="
@@ -57,7 +57,7 @@ def _divide_experts(experts: ExpertsConfig, tp_size: int, expert_parallel: bool)
 
 
 def layers_of_stage(model: ModelConfig, pp_rank: int, pp_size: int) -> range:
-    """The layers of one of `pp_size` stages. The first stages have one more if the number is not a multiple.
+    """The layers of one of `pp_size` stages. If they do not divide evenly, the first stages have one layer more.
 
     Raises: ValueError if there are more stages than layers.
     """

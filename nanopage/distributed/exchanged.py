@@ -1,5 +1,5 @@
-"""Modules and weights that exchange tensors with other workers, around those of a part of a model (see
-distributed/parallel.py)."""
+"""Modules and weights that exchange tensors with other workers. They wrap the modules and weights of a part of a model
+(see distributed/parallel.py)."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ from nanopage.layers.weight import Weight
 
 
 class Summed(nn.Module):
-    """A linear layer whose output is a part of a sum.
+    """A linear layer whose output is a partial sum.
 
-    Args: add_up: adds up a tensor of all workers, in place, and returns it.
+    Args: add_up: sums a tensor over all workers, in place, and returns it.
     """
 
     def __init__(self, linear: nn.Module, add_up: Callable[[Tensor], Tensor]):
@@ -23,14 +23,14 @@ class Summed(nn.Module):
 
 
 class SlicedWeight(nn.Module):
-    """The rows of a matrix from `first` to `first + size`; other workers have the rest. An embedding adds up what all
-    of them have, and a head gathers all logits on the first worker.
+    """The rows of a matrix from `first` to `first + size`; other workers have the other rows. An embedding sums the
+    results of all workers, and a head gathers all logits on the first worker.
 
     Args:
         weight: the rows that this worker has.
         add_up: as in `Summed`.
-        gather: takes this worker's logits [T, size]. Returns [T, vocab_size]: on the first worker all logits, on
-            others zeros, which nothing reads.
+        gather: takes this worker's logits [T, size]. Returns [T, vocab_size]: all logits on the first worker, and
+            zeros, which nothing reads, on the others.
     """
 
     has_rows = True
@@ -58,7 +58,7 @@ class SlicedWeight(nn.Module):
 class Received(nn.Module):
     """Takes the place of the embedding in later stages: returns the hidden states of the previous stage.
 
-    Args: receive: waits for the hidden states of so many tokens, [T, hidden_size].
+    Args: receive: waits for the hidden states of T tokens and returns them, [T, hidden_size].
     """
 
     def __init__(self, receive: Callable[[int], Tensor]):

@@ -30,7 +30,7 @@ from nanopage.step import Batch, BatchResult, Capacity
 class Start(msgspec.Struct, tag=True):
     """Load a part of a model.
 
-    path: of the model. address: where the workers meet (see `Ranks`). local_rank: the worker's GPU, if it has one.
+    path: the model's path. address: where the workers meet (see `Ranks`). local_rank: the worker's GPU, if any.
     """
 
     config: EngineConfig
@@ -47,7 +47,7 @@ class Agreed(msgspec.Struct, tag=True):
 
 
 class Run(msgspec.Struct, tag=True):
-    """number: of the batch, which its Result has as well."""
+    """number: the number of the batch. The batch's Result has the same number."""
 
     number: int
     batch: Batch
@@ -76,21 +76,21 @@ class Stop(msgspec.Struct, tag=True):
 
 
 class Progress(msgspec.Struct, tag=True):
-    """How many weights are loaded, or parts compiled, and of how many."""
+    """How many weights are loaded, or how many parts are compiled, and how many there are in all."""
 
     done: int
     total: int
 
 
 class Measured(msgspec.Struct, tag=True):
-    """The weights are loaded. fingerprint: of the files that they come from."""
+    """The weights are loaded. fingerprint: identifies the files that they come from."""
 
     capacity: Capacity
     fingerprint: str
 
 
 class Ready(msgspec.Struct, tag=True):
-    """What Agreed or Compile has asked for is done."""
+    """The work that Agreed or Compile asked for is done."""
 
 
 class Result(msgspec.Struct, tag=True):
@@ -112,7 +112,7 @@ class Log(msgspec.Struct, tag=True):
 class Failed(msgspec.Struct, tag=True):
     """An exception has ended the worker.
 
-    in_exchange: whether it says that another worker could not be reached, so that the cause is probably there.
+    in_exchange: whether the exception says that another worker could not be reached, which is then the likely cause.
     """
 
     kind: str
@@ -148,8 +148,8 @@ def decode_from_worker(data: bytes) -> FromWorker:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Turn what msgspec raises for bytes that are nested too deeply, or for a tag that is not UTF-8, into its
-    DecodeError."""
+    """Turn other exceptions of msgspec into its DecodeError. It raises them for bytes that are nested too deeply, and
+    for a tag that is not UTF-8."""
     try:
         yield
     except (RecursionError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
 """Ranks: how the workers of one engine exchange tensors. The only file that imports torch.distributed.
 
-The workers of a stage (tensor parallelism) add up partial sums and gather logits. Neighbouring stages (pipeline
-parallelism) hand on hidden states. The rank of a worker is stage * tensor_parallel_size + its rank within the stage.
+The workers of a stage (tensor parallelism) add up partial sums and gather logits. Adjacent stages (pipeline
+parallelism) pass on hidden states. The rank of a worker is stage * tensor_parallel_size + its rank within the stage.
 Sampled tokens are not exchanged: the engine sends them with the next Batch, so that workers never disagree about them.
 """
 
@@ -20,7 +20,7 @@ from nanopage.step import Batch
 from nanopage.worker.eager import Output
 from nanopage.worker.model_runner import Way
 
-TIMEOUT = timedelta(minutes=10)  # of an exchange. The executor notices sooner that a worker hangs
+TIMEOUT = timedelta(minutes=10)  # for an exchange. The executor notices a hung worker earlier
 
 
 def part_of(config: EngineConfig, rank: int) -> Part:
@@ -36,7 +36,7 @@ class Ranks:
     Args:
         part: the part of the model that the worker has.
         address: where the workers meet: `init_method` of torch.distributed.
-        device: of the tensors that are exchanged.
+        device: the device of the exchanged tensors.
 
     Raises: RuntimeError if the workers do not meet.
     """
@@ -57,7 +57,7 @@ class Ranks:
 
         Args:
             whole: the shape of the whole model.
-            dtype: of activations.
+            dtype: the dtype of activations.
         """
         part = self.part
         self.hidden_size, self.vocab_size, self.dtype = whole.hidden_size, whole.vocab_size, dtype
@@ -81,7 +81,7 @@ class Ranks:
         keep_layers(model)
 
     def add_up(self, x: Tensor) -> Tensor:
-        """Add up a contiguous tensor over the workers of the stage, in place, and return it."""
+        """Sum a contiguous tensor over the workers of the stage, in place, and return it."""
         dist.all_reduce(x, group=self.stage)
         return x
 
@@ -104,7 +104,7 @@ class Ranks:
         self._sending = dist.isend(hidden, self.rank + self.part.tp_size), hidden
 
     def receive(self, num_tokens: int) -> Tensor:
-        """Wait for the hidden states of so many tokens from the previous stage: [num_tokens, hidden_size]."""
+        """Wait for the hidden states of `num_tokens` tokens from the previous stage: [num_tokens, hidden_size]."""
         hidden = torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         dist.recv(hidden, self.rank - self.part.tp_size)
         return hidden

@@ -4,11 +4,10 @@ A worker of tensor parallelism (Megatron-LM, Shoeybi et al. 2019) has a slice of
 pipeline parallelism (GPipe, Huang et al. 2019) has a range of layers: the first stage has the embedding as well, the
 last one the final norm and the head.
 
-What is divided follows from shapes alone: the model of `divide` has the same parameters as the whole
-model, and some have fewer rows or columns. A Linear with fewer inputs computes only a part of each sum, so its output
-is to be added up over all workers (`sums`). So is that of a mixture of experts, which has a part of each expert, or
-some whole experts (expert parallelism: GShard, Lepikhin et al. 2020). A model family has nothing to say about any of
-this.
+Shapes alone tell what is divided: the model of `divide` has the same parameters as the whole model, and some have fewer
+rows or columns. A Linear with fewer inputs computes only a part of each sum, so its output must be summed over all
+workers (`sums`). The same holds for a mixture of experts, which has a part of each expert, or some whole experts
+(expert parallelism: GShard, Lepikhin et al. 2020). Model families need no code for this.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
 
 Slice = tuple[slice, ...]
-"""What a worker has of a tensor, in each dimension."""
+"""The part of a tensor that a worker has, in each dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Part:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
-    expert_parallel: bool = False  # experts are divided instead of their columns
+    expert_parallel: bool = False  # divide the experts among the workers instead of the columns of each expert
 
     @property
     def is_first(self) -> bool:
@@ -59,8 +58,8 @@ class Part:
         return replace(self._divided(whole), num_layers=len(layers), sliding_windows=windows)
 
     def model(self, whole: ModelConfig) -> Decoder:
-        """This part of each layer, on the meta device. Layers keep their numbers: those of other stages are
-        nn.Identity(). `strip` removes the rest that other stages have."""
+        """This part of each layer, on the meta device. Layers keep their numbers: layers of other stages are
+        nn.Identity(). `strip` removes everything else that belongs to other stages."""
         model, mine = meta_model(self._divided(whole)), self._layers(whole)
         for index in range(whole.num_layers):
             if index not in mine:
@@ -84,7 +83,7 @@ class Part:
         """Remove the embedding, the norm and the head, where only other stages use them.
 
         Args: tied: whether the embedding and the head share a weight. Then the first and the last stage keep both, so
-            that loading finds the shared weight. `Ranks.connect` removes the one that is not used.
+            that loading finds the shared weight. `Ranks.connect` then removes the unused one.
         """
         keeps_shared = tied and (self.is_first or self.is_last)
         if not self.is_first and not keeps_shared:
@@ -109,7 +108,7 @@ WHOLE = Part()
 
 def sums(model: Decoder, whole: ModelConfig) -> list[tuple[str, nn.Module]]:
     """The linear layers and mixtures of experts of a part whose outputs must be summed over all workers, each with
-    its place. What is in such a mixture is not added up by itself."""
+    its place. The layers inside such a mixture are not summed separately."""
     complete = dict(meta_model(whole).named_modules())
     found: list[tuple[str, nn.Module]] = []
     for place, module in model.named_modules():

@@ -1,6 +1,6 @@
-"""ProcessExecutor: a process for each worker. Every worker gets every Batch; the one that samples sends the results.
+"""ProcessExecutor: a process for each worker. Every worker gets every Batch; the worker that samples sends the results.
 
-A worker that dies, hangs or raises leaves the others waiting for it, so all of them end, and the error names the first.
+A worker that dies, hangs or raises leaves the others waiting for it, so all workers end, and the error names the first.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from nanopage.step import Batch, BatchResult, Capacity, WorkerDiedError
 logger = logging.getLogger("nanopage")
 
 PING_SECONDS = 1.0  # between pings while the executor waits
-START_LIMIT, STEP_LIMIT = 120.0, 10.0  # seconds in which a worker has to answer a ping: while it loads, and later
+START_LIMIT, STEP_LIMIT = 120.0, 10.0  # seconds in which a worker must answer a ping: while it loads, and later
 STOP_SECONDS = 5.0  # for a step to end, at shutdown
 CAUSE_SECONDS = 2.0  # to find the worker whose end made another one fail
 SMALL = 2**14  # bytes of a message that always fit into the buffer of a connection
@@ -73,8 +73,8 @@ class ProcessLink:
         environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
         command = [sys.executable, "-P", "-m", "nanopage.startup.worker_process", str(theirs.fileno())]
-        # A group of its own: Ctrl-C is for the engine. In the same session: when the engine ends, the kernel sends
-        # SIGHUP to this orphaned group if the worker is stopped, and so cannot notice that.
+        # A process group of its own, because Ctrl-C is for the engine. In the same session, because a stopped worker
+        # cannot notice that the engine has ended: the kernel then sends SIGHUP to this orphaned group.
         self.process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, process_group=0
         )
@@ -113,10 +113,10 @@ class ProcessExecutor:
     """Runs `config.num_ranks` workers in processes of their own.
 
     Args:
-        path: of the model.
+        path: the model's path.
         model_config: its shape.
         start_links: starts the workers: `start_processes`, or `start_actors` of ray_link.py.
-        on_progress: called while the first worker loads its weights, with the numbers of weights read and of all.
+        on_progress: called while the first worker loads its weights, with the number of weights read and the total.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class ProcessExecutor:
         self.config, self.path, self.on_progress, self.start_links = config, path, on_progress, start_links
         self.links: list[Link] = []
         self.error: WorkerDiedError | None = None  # why no step can run any more
-        self._pinged: dict[int, float] = {}  # rank -> when it was sent a ping that it has not answered
+        self._pinged: dict[int, float] = {}  # rank -> when the ping was sent that it has not answered
         self._starting = True
-        self._numbers = itertools.count()  # of batches
+        self._numbers = itertools.count()  # numbers of batches
         self._awaited: deque[int] = deque()  # the batches whose results are wanted, oldest first
-        self._results: dict[int, BatchResult] = {}  # of these, those that have come
+        self._results: dict[int, BatchResult] = {}  # the awaited results that have come
         self._answers: dict[int, messages.Measured | messages.Ready] = {}  # rank -> answer
 
     # The interface of an executor: see step.Executor
@@ -220,14 +220,14 @@ class ProcessExecutor:
         try:
             for rank in range(len(self.links)):
                 self._send_bytes(rank, data)
-        except KeyboardInterrupt:  # a part may have been sent, or to some workers only
+        except KeyboardInterrupt:  # perhaps only a part was sent, or only some workers got it
             self._end(rank, "Ctrl-C interrupted a message to it")
             raise
 
     def _send_bytes(self, rank: int, data: bytes) -> None:
-        """Send a message. A worker that hangs does not read, so a large one is sent by another thread.
+        """Send a message. A hung worker does not read, so another thread sends large messages.
 
-        Where the connection is closed, this does nothing: `_receive` finds out why.
+        Does nothing if the connection is closed: `_receive` finds out why.
         """
 
         def send() -> None:
@@ -256,15 +256,15 @@ class ProcessExecutor:
         return answers
 
     def _receive(self) -> None:
-        """Wait for messages and take them. Ping the workers meanwhile.
+        """Wait for messages and take them. Meanwhile, ping the workers.
 
-        Raises: WorkerDiedError; while the workers start, what has ended one of them.
+        Raises: WorkerDiedError; while the workers start, the error that ended one of them.
         """
         while not self._take_messages(PING_SECONDS):
             self._ping()
 
     def _take_messages(self, seconds: float) -> bool:
-        """Take the messages that have come, or come within so many seconds. Returns whether there were any.
+        """Take the messages that have come, or that come within `seconds`. Returns whether there were any.
 
         Raises: as `_receive`.
         """
@@ -280,7 +280,7 @@ class ProcessExecutor:
                     raise self._end(rank, self._how_ended(rank))
                 self._take(rank, message)
             except KeyboardInterrupt:
-                self._end(rank, "Ctrl-C interrupted a message from it")  # of which a part may have been read
+                self._end(rank, "Ctrl-C interrupted a message from it")  # a part of the message may have been read
                 raise
         return bool(ready)
 
@@ -330,7 +330,7 @@ class ProcessExecutor:
         return how or "it has closed its connection"
 
     def _failed(self, rank: int, failed: messages.Failed) -> Exception:
-        """The error to raise for a worker's exception. If the exception says that another worker is gone, find that."""
+        """The error to raise for a worker's exception, or for the lost worker that the exception is about."""
         deadline = time.monotonic() + CAUSE_SECONDS
         waiting = {link.connection: other for other, link in enumerate(self.links) if other != rank}
         while failed.in_exchange and waiting and time.monotonic() < deadline:
@@ -362,7 +362,7 @@ class ProcessExecutor:
             link.connection.close()
 
     def _check_alike(self, measured: list[messages.Measured]) -> None:
-        """Raises: ValueError for workers that have other files, or compute in another dtype, than the first."""
+        """Raises: ValueError if a worker has other files than the first one, or computes in another dtype."""
         first = measured[0]
         for rank, other in enumerate(measured):
             if other.fingerprint != first.fingerprint:

@@ -1,8 +1,8 @@
 """The Ray cluster of this process: the one that RAY_ADDRESS names, or one on this machine that ends with the process.
 
 Whoever can reach Ray's ports can run code in the cluster. A cluster that is started here listens on 127.0.0.1 where Ray
-lets it, and takes only what comes with a token that this process has drawn. Ray reads these settings from the
-environment, once, when it is imported or first used, so nothing may import Ray before `connect`.
+permits, and accepts only calls with a random token of this process. Ray reads these settings from the environment
+once, when it is imported or first used, so nothing may import Ray before `connect`.
 """
 
 import logging
@@ -20,8 +20,8 @@ def is_local() -> bool:
 
 
 def check_address() -> None:
-    """Raises: ValueError if RAY_ADDRESS is one of Ray Client, through which neither streams nor workers' connections
-    go."""
+    """Raises: ValueError if RAY_ADDRESS is an address of Ray Client, which carries neither streams nor the connections
+    of workers."""
     if (address := os.environ.get("RAY_ADDRESS", "")).startswith("ray://"):
         raise ValueError(f"RAY_ADDRESS={address}: Ray Client is not supported. Run nanopage on a node of the cluster")
 
@@ -31,7 +31,7 @@ def connect(num_cpus: int) -> None:
 
     Call this before uvicorn installs its signal handlers, because Ray installs one for SIGTERM.
 
-    Args: num_cpus: what a cluster that is started here offers. Ray's CPUs are places for actors, not cores.
+    Args: num_cpus: the number of CPUs of a cluster that is started here. Ray's CPUs are places for actors, not cores.
     Raises: ConnectionError if there is no cluster at RAY_ADDRESS; ImportError if Ray is not installed; ValueError as
         `check_address`.
     """
@@ -52,8 +52,8 @@ def connect(num_cpus: int) -> None:
         ray.init(configure_logging=False)
         return
     options: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False, "configure_logging": False}
-    # What Ray starts ends with the thread that has started it, also if the process is killed. So that thread must live
-    # on.
+    # The processes that Ray starts end with the thread that has started them, even if this process is killed. So that
+    # thread must live on.
     if threading.current_thread() is threading.main_thread():
         ray.init(LOCAL, **options)
         return

@@ -1,7 +1,7 @@
-"""Workers as actors of a Ray cluster, on any of its nodes. Everything but their start is ProcessExecutor's.
+"""Workers as actors of a Ray cluster, on any of its nodes. ProcessExecutor does everything except starting them.
 
-Ray places the actors and tells how they end. Messages go over connections that the actors open to the engine, and
-tensors through torch.distributed, whose workers meet at the first one.
+Ray places the actors and reports how they end. Messages go over connections that the actors open to the engine. Tensors
+go through torch.distributed, whose workers meet at the first worker.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ from nanopage.cpu.threads import default_threads
 from nanopage.distributed.process_executor import Link
 from nanopage.step import WorkerDiedError
 
-PLACE_SECONDS = 60.0  # in which the cluster has to find room
-CONNECT_SECONDS = 120.0  # for an actor's process to start and to connect
+PLACE_SECONDS = 60.0  # time for the cluster to find room
+CONNECT_SECONDS = 120.0  # time for an actor's process to start and connect
 Serve = Callable[[Connection], None]  # runs a worker until it is told to stop: `worker_process.serve`
 
 
@@ -79,11 +79,11 @@ class RayLink:
 
     def kill(self) -> None:
         ray.kill(self.actor)
-        remove_placement_group(self.group)  # once for all workers; again, it does nothing
+        remove_placement_group(self.group)  # one call ends all workers; further calls do nothing
 
 
 def start_actors(serve: Serve, config: EngineConfig, scratch: str) -> tuple[list[Link], str]:
-    """Start the workers of an engine as actors. Other arguments and results are `process_executor.start_processes`'s.
+    """Start the workers of an engine as actors. Other arguments and results: as `process_executor.start_processes`.
 
     Raises: ValueError if the cluster has too few CPUs or GPUs, or a node has another version of nanopage;
         WorkerDiedError if an actor does not start.
@@ -159,12 +159,12 @@ def _connect(serve: Serve, group: PlacementGroup, count: int, on_gpus: bool) -> 
 
 def _accept(listener: Listener, key: bytes, closed: threading.Event, arrived: "queue.SimpleQueue[Connection]") -> None:
     while not closed.is_set():
-        with contextlib.suppress(OSError, EOFError):  # closed, or somebody who hangs up
+        with contextlib.suppress(OSError, EOFError):  # the listener is closed, or a client hung up
             threading.Thread(target=_check_key, args=(listener.accept(), key, arrived), daemon=True).start()
 
 
 def _check_key(connection: Connection, key: bytes, arrived: "queue.SimpleQueue[Connection]") -> None:
-    """For a thread: somebody without the key may keep silent."""
+    """Runs in a thread, because a client without the key may send nothing."""
     try:
         deliver_challenge(connection, key)
         answer_challenge(connection, key)
@@ -175,7 +175,7 @@ def _check_key(connection: Connection, key: bytes, arrived: "queue.SimpleQueue[C
 
 
 def _why(serving: ray.ObjectRef) -> str:
-    """How an actor has ended, as a part of a sentence."""
+    """How an actor has ended, as the end of a sentence."""
     try:
         ray.get(serving)
     except RayActorError as error:

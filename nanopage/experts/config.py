@@ -4,7 +4,7 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ExpertsConfig
 from nanopage.files.model_files import shown
 
-MAX_EXPERTS = 2**16  # of all layers together
+MAX_EXPERTS = 2**16  # in all layers together
 
 
 def read_experts(
@@ -15,7 +15,7 @@ def read_experts(
     shared_size: int = 0,
     normalize: bool = True,
 ) -> ExpertsConfig:
-    """A mixture of these sizes in the layers that `mlp_only_layers` and `decoder_sparse_step` leave."""
+    """A mixture of these sizes in every layer that `mlp_only_layers` and `decoder_sparse_step` do not exclude."""
     num_layers, step = fields.size("num_hidden_layers"), fields.size("decoder_sparse_step", 1)
     plain = fields.values.get("mlp_only_layers") or []
     if not isinstance(plain, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in plain):

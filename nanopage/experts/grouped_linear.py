@@ -1,13 +1,14 @@
 """Products of tokens with the weights of their experts on a GPU: a grouped matrix product in Triton.
 
-Each (token, expert) pair is a row. Rows are sorted by expert, and each program multiplies a block of rows of one expert
-by some outputs of it. An expert's last block may be partly empty, so there are a few more blocks than full ones:
+Each (token, expert) pair is a row. Rows are sorted by expert, and each program multiplies a block of one expert's rows
+by some of that expert's outputs. An expert's last block may be partly empty, so there are more blocks than full blocks:
 
     rows       │ expert 0      │ expert 2  │ expert 3            │
     blocks     │ 0   │ 1   ▒▒▒ │ 2     ▒▒▒ │ 3   │ 4   │ 5   ▒▒▒ │ 6: no expert │
 
-Which rows and which expert a block has is computed on the GPU. The number of blocks depends on the number of tokens
-alone: those that turn out not to be needed return at once. So nothing synchronizes, and CUDA graphs can capture it.
+The GPU computes the rows and the expert of each block. The number of blocks depends on the number of tokens alone:
+programs of blocks that turn out not to be needed return at once. So nothing synchronizes, and CUDA graphs can capture
+the product.
 """
 
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ def grouped_linear_kernel(
     num_chosen,
     in_features,
     out_features,
-    FROM_TOKENS: tl.constexpr,  # x has a row for each token and out one for each row; otherwise x has one for each
-    # row, and out, which is scaled, one for each pair
+    FROM_TOKENS: tl.constexpr,  # True: x has one row for each token, and out has one for each sorted row. False: x has
+    # one row for each sorted row, and out, which is scaled, has one for each pair
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -58,7 +59,7 @@ def grouped_linear_kernel(
     else:
         x_row, out_row = row, pair
     x_rows = x_ptr + x_row.to(tl.int64) * in_features
-    # Outputs beyond the last one compute what is not stored.
+    # Results for outputs beyond the last one are not stored.
     weights = weight_ptr + (expert.to(tl.int64) * out_features + tl.minimum(output, out_features - 1)) * in_features
     acc = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for first in range(0, in_features, INPUTS):
@@ -76,10 +77,10 @@ def grouped_linear_kernel(
 
 @dataclass(slots=True)
 class Groups:
-    """Which rows and which expert each block has. All are int64, on the device.
+    """The rows and the expert of each block. All tensors are int64, on the device.
 
-    order    [T * num_chosen]  the pair of each row: token * num_chosen + the place among the token's experts
-    experts  [blocks]          the expert of each block, from 0 on; the number of experts where there is none
+    order    [T * num_chosen]  the pair of each row: token * num_chosen + index among the token's experts
+    experts  [blocks]          the expert of each block, counted from 0; the number of experts if it has none
     rows     [blocks]          the first row of each block
     ends     [experts]         the row behind the last one of each expert
     """
@@ -95,7 +96,7 @@ def group(chosen: Tensor, first: int, num_experts: int, block_rows: int) -> Grou
 
     Args:
         chosen: [T, num_chosen], the experts of each token.
-        first, num_experts: the experts that are here. Pairs of others come last, and belong to no block.
+        first, num_experts: the range of experts on this device. Pairs of others come last, and belong to no block.
     """
     expert = chosen.flatten() - first
     expert = expert.masked_fill((expert < 0) | (expert >= num_experts), num_experts)
@@ -111,7 +112,7 @@ def group(chosen: Tensor, first: int, num_experts: int, block_rows: int) -> Grou
 
 
 def most_blocks(num_rows: int, num_experts: int, block_rows: int) -> int:
-    """How many blocks there may be: each of the experts with rows may have one that is not full."""
+    """The most blocks that there may be: each expert with rows may have one block that is not full."""
     return min(num_rows, num_rows // block_rows + min(num_experts, num_rows))
 
 
@@ -122,7 +123,7 @@ def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, we
         x: [T, hidden_size] in float32, float16 or bfloat16.
         gate_up: [experts, 2 * intermediate_size, hidden_size]. down: [experts, hidden_size, intermediate_size].
         chosen, weights: [T, num_chosen], from `layers.moe.route`.
-        first: the number of the first of these experts. Others add nothing.
+        first: the number of the first expert in `gate_up` and `down`. Experts on other workers add nothing.
 
     Returns: [T, hidden_size]
     """
@@ -133,7 +134,7 @@ def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, we
     inner = x.new_empty(num_pairs, gate_up.shape[1])
     _launch(x.contiguous(), gate_up, scales, inner, groups, chosen.shape[1], options, from_tokens=True)
     gate, up = inner.chunk(2, dim=-1)
-    outputs = x.new_zeros(num_pairs, x.shape[1])  # those of other experts stay 0
+    outputs = x.new_zeros(num_pairs, x.shape[1])  # outputs of other experts stay 0
     _launch(F.silu(gate) * up, down, scales, outputs, groups, chosen.shape[1], options, from_tokens=False)
     return outputs.unflatten(0, chosen.shape).sum(1)
 
@@ -159,7 +160,7 @@ def _launch(
 def grouped_options(num_pairs: int, num_experts: int, dtype: torch.dtype, fast: bool) -> dict[str, Any]:
     """The constants that grouped_linear_kernel is specialized on, and its warps and stages.
 
-    Args: fast: whether there are tensor cores that Triton uses: Ampere and later.
+    Args: fast: whether the GPU has tensor cores that Triton uses (Ampere and later).
     """
     wide = dtype.itemsize > 2 or not fast
     rows = min(max(triton.next_power_of_2(triton.cdiv(num_pairs, num_experts)), 16), 32 if wide else 128)

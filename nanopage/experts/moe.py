@@ -1,13 +1,13 @@
-"""Mixtures of experts (Shazeer et al. 2017; Mixtral, Jiang et al. 2024): of several feed-forward layers, the experts, a
-router chooses a few for each token. The output is the sum of theirs, weighted by the router.
+"""Mixtures of experts (Shazeer et al. 2017; Mixtral, Jiang et al. 2024): there are several feed-forward layers, the
+experts, and a router chooses a few for each token. The output is the sum of their outputs, weighted by the router.
 
     x ─▶ gate ─▶ route ─▶ experts of each token, and their weights
     │                        │
     └────────────────────────┴─▶ experts ─▶ Σ weight * expert(x)   [+ sigmoid(shared gate) * shared expert]
 
-Experts are feed-forward layers of their own here, so whatever replaces the weights of linear layers (weight.py)
-replaces those of experts, too. On a GPU, `group_experts` fuses their weights before they are loaded. On a CPU,
-tiled_experts.py replaces them once more, if there is compiled code for them.
+Here each expert is an ordinary feed-forward layer, so whatever replaces the weights of linear layers (weight.py) also
+replaces the weights of experts. On a GPU, `group_experts` fuses their weights before loading. On a CPU,
+tiled_experts.py replaces the experts once more, if there is compiled code for them.
 """
 
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class MixtureOfExperts(nn.Module):
     Args: expert: the class of each expert; its parts have the names of the checkpoint.
     """
 
-    format = "experts"  # of a layer, as worker/jit.py compares them
+    format = "experts"  # worker/jit.py compares the formats of layers
 
     def __init__(self, hidden_size: int, config: ExpertsConfig, expert: type[MLP] = MLP):
         super().__init__()
@@ -75,13 +75,13 @@ class MixtureOfExperts(nn.Module):
 
 
 class Experts(nn.ModuleList):
-    """The experts, each with weights of its own. Those of other workers are nn.Identity()."""
+    """The experts, each with weights of its own. Experts of other workers are nn.Identity()."""
 
     def forward(self, x: Tensor, router: Router) -> Tensor:
         """Compute the weighted sum of the outputs of each token's experts. Reads the weights of chosen experts only.
 
         Args: x: [T, hidden_size].
-        Returns: [T, hidden_size], of this worker's experts.
+        Returns: [T, hidden_size], the sum over this worker's experts.
         """
         y = torch.zeros_like(x)
         for expert, rows, scale in self.chosen(*router(x)):
@@ -89,7 +89,7 @@ class Experts(nn.ModuleList):
         return y
 
     def chosen(self, numbers: Tensor, weights: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-        """Each expert here that a token has, its tokens, int64 [rows], and their weights, [rows, 1].
+        """Each expert on this worker that has tokens, with these tokens, int64 [rows], and their weights, [rows, 1].
 
         Args: numbers, weights: as `route` returns them.
         """
@@ -141,7 +141,7 @@ class GroupedExperts(nn.Module):
         return torch.ops.nanopage.grouped_experts(x, self.gate_up_proj, self.down_proj, chosen, weights, self.first)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, [out, in]) of each matrix of each expert, by the names that `Experts` would have."""
+        """(name, [out, in]) of each matrix of each expert, under the names that they would have in `Experts`."""
         for index, (gate_up, down) in enumerate(zip(self.gate_up_proj.data, self.down_proj.data, strict=True)):
             rows = gate_up.split(list(self.up_parts.values()))
             for part, view in zip(self.up_parts, rows, strict=True):

@@ -1,9 +1,9 @@
-"""Grammars to llguidance's matchers, within limits.
+"""Compiles grammars to llguidance's matchers, within limits.
 
-Grammars come from clients. llguidance counts most of its work against limits ("fuel"), but not all: an expression such
-as "a?" * 65000 takes minutes and 10 GB, and nothing can stop its thread. So `limited_process.py` runs this file as a
-program, which tries out whether a grammar compiles in little memory and time. The caller then compiles it again:
-llguidance does the same work there, with the same result.
+Grammars come from clients. llguidance counts most of its work against limits ("fuel"), but not all of it: an expression
+such as "a?" * 65000 takes minutes and 10 GB, and nothing can stop its thread. So `limited_process.py` runs this file as
+a program that tries whether a grammar compiles within limits of memory and time. The caller then compiles the grammar
+again: llguidance does the same work there, with the same result.
 """
 
 import os
@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 PROGRAM = Path(__file__).absolute()
-WHITESPACE = r"[ \n\r\t]{1,40}"  # between tokens of JSON; without a limit, small models go on with it for ever
+WHITESPACE = r"[ \n\r\t]{1,40}"  # between tokens of JSON; without a limit, small models write white space for ever
 MAX_RULES = 256  # of a grammar in GBNF, whose conversion takes time in proportion to their square
-# llguidance compiles recursively, and a chain of references as long as a grammar may be would overflow the 8 MiB that a
-# thread usually has. That would end the process.
+# llguidance compiles recursively. The longest chain of references that a grammar may have would overflow a thread's
+# usual stack of 8 MiB, and end the process.
 STACK_BYTES = 512 << 20
-MAX_LEXER_STATES = 50_000  # of all completions with one grammar; a state takes 0.5 kB
+MAX_LEXER_STATES = 50_000  # in all completions with one grammar; a state takes 0.5 kB
 # Items of Earley's algorithm for one mask. llguidance's default of 50,000 can take more than a second. Of 600 schemas
 # of JSONSchemaBench, none needs 5,000.
 MAX_STEP_ITEMS = 5000
-KEPT_BYTES = 32 << 20  # that the program may keep between two grammars
+KEPT_BYTES = 32 << 20  # memory that the program may keep between two grammars
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def make_matcher(tokenizer: Any, kind: str, text: str, whitespace: bool) -> Any:
 
     Args:
         tokenizer: llguidance's.
-        kind, text: what the text is, as `grammar_text` returns it.
+        kind, text: the kind of grammar and its text, as `grammar_text` returns them.
         whitespace: whether JSON may have white space.
     """
     llguidance = import_llguidance()
@@ -65,7 +65,7 @@ def make_matcher(tokenizer: Any, kind: str, text: str, whitespace: bool) -> Any:
 
 
 def to_lark(grammar: str) -> str:
-    """A grammar in Lark's syntax, of one in Lark's or in llama.cpp's syntax, GBNF.
+    """Convert a grammar in Lark's syntax or in GBNF, llama.cpp's syntax, to Lark's.
 
     Raises: ValueError if GBNF cannot be read, or has too many rules.
     """
@@ -80,7 +80,7 @@ def to_lark(grammar: str) -> str:
         return gbnf_to_lark(grammar)
     except MemoryError:
         raise
-    except Exception as error:  # its parser raises Exception, IndexError, RecursionError and others
+    except Exception as error:  # the parser raises Exception, IndexError, RecursionError and others
         raise ValueError(f"not a grammar in GBNF: {type(error).__name__}: {str(error)[:200]}") from None
 
 
@@ -96,7 +96,7 @@ def run_with_large_stack(function: Callable[[], T]) -> T:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="nanopage-grammar", daemon=True)
-    with _stack_size_lock:  # the size is that of every thread that starts now
+    with _stack_size_lock:  # every thread that starts now gets this stack size
         before = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
@@ -121,7 +121,7 @@ def import_llguidance() -> Any:
 
 
 def shorten(error: str) -> str:
-    """What an error of llguidance says, in one line."""
+    """The text of an llguidance error, in one line."""
     if error.startswith("NoExtension"):
         return "no text satisfies it"
     return " ".join(error.replace("<non-verbose/>", "").split())[:300]
@@ -131,7 +131,7 @@ def shorten(error: str) -> str:
 
 
 class Tokens:
-    """A vocabulary as `make_tokenizer` takes it. It encodes texts greedily, which is much like the model's way."""
+    """A vocabulary as `make_tokenizer` takes it. It encodes texts greedily, with nearly the model's result."""
 
     def __init__(self, tokens: Sequence[str], special_token_ids: list[int], eos_token_ids: list[int]):
         self.tokens = [token.encode("latin-1") for token in tokens]
@@ -144,8 +144,8 @@ class Tokens:
 
 
 def make_answer(setup: dict) -> Callable[[dict], dict]:
-    """A request has the arguments of `make_matcher`, and an answer "invalid", what is wrong, or "num_bytes", the most
-    memory that the matcher may take. Args: setup: those of `Tokens`."""
+    """A request has the arguments of `make_matcher`. An answer has "invalid", which says what is wrong, or "num_bytes",
+    the most memory that the matcher may take. Args: setup: the arguments of `Tokens`."""
     if hasattr(os, "nice"):
         os.nice(10)  # the model goes first
     tokenizer = Tokens(**setup).tokenizer
@@ -158,7 +158,7 @@ def make_answer(setup: dict) -> Callable[[dict], dict]:
             del matcher
         except MemoryError:
             raise
-        except BaseException as error:  # also the panics of Rust code
+        except BaseException as error:  # including the panics of Rust code
             found = {"invalid": str(error)[:300].encode(errors="replace").decode()}
         return found | {"grown": _resident_bytes() - idle > KEPT_BYTES}
 

@@ -9,7 +9,7 @@ REFUSED = ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference",
 POINTERS = ("json-pointer", "relative-json-pointer")  # refused as well
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # names -> schemas
 VALUES = ("enum", "const", "default", "examples", "required", "x-guidance")  # no schemas
-MAX_DEPTH = 200  # what lies deeper stays as it is
+MAX_DEPTH = 200  # anything nested deeper stays as it is
 
 
 def without_annotations(schema: Any) -> tuple[Any, list[str]]:

@@ -4,9 +4,9 @@
 
 llguidance (the extra "structured") compiles a grammar, and finds after each token which tokens may come next. The rest
 of nanopage knows only masks, and finds them while the workers run the model (`Schedule.find_masks`). Grammars come from
-clients, so everything about them is limited: the length of their text, the memory and time to compile, which a process
-of its own tries out (`grammar/matcher.py`), the work of llguidance, the time for masks, and the memory of all grammars
-in use. A compiled grammar is kept for later requests with the same text.
+clients, so there are limits on the length of their text, the memory and time to compile (which a separate process tries
+out: `grammar/matcher.py`), the work of llguidance, the time for masks, and the memory of all grammars in use. A
+compiled grammar is kept for later requests with the same text.
 
 An output never leaves its grammar: wherever llguidance fails, the request ends with an error.
 """
@@ -31,32 +31,32 @@ from nanopage.params import StructuredOutputsParams
 from nanopage.text.reasoning import END_THINK, THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 
-MAX_CHARACTERS = 131_072  # of a schema, an expression, all choices or a grammar
-# To try out a grammar. Of 600 schemas of JSONSchemaBench, none takes more than 0.05 s of CPU time, or 10 MiB.
+MAX_CHARACTERS = 131_072  # in a schema, a regular expression, all choices or a grammar
+# Limits for trying a grammar. Of 600 schemas of JSONSchemaBench, none takes more than 0.05 s of CPU time, or 10 MiB.
 COMPILE_LIMITS = Limits(memory=128 << 20, cpu_seconds=2.0, seconds=30.0, answer=10_000, stack=STACK_BYTES)
-# For the masks of all completions with one grammar: this, and so much more for each mask. One takes some 0.00005 s.
+# The masks of all completions with one grammar may take this, and so much more for each. One takes some 0.00005 s.
 MASK_SECONDS, SECONDS_PER_MASK = 1.0, 0.002
-FORCED_CHARACTERS = 512  # of a text that a grammar leaves no choice about, to find its next token
-NUM_TAIL = 5  # tokens at the end of a prompt without special tokens among which <think> is looked for
+FORCED_CHARACTERS = 512  # of a text that the grammar forces: enough to find the text's next token
+NUM_TAIL = 5  # if a prompt has no special tokens: how many of its last tokens are searched for <think>
 END_MARK = END_THINK.encode()
-MIN_BYTES = 4 << 20  # that any compiled grammar counts
-CACHED_BYTES = 128 << 20  # of compiled grammars that are kept
-MAX_BYTES = 1 << 30  # of these and of those in use
+MIN_BYTES = 4 << 20  # a compiled grammar counts as at least this
+CACHED_BYTES = 128 << 20  # compiled grammars that are kept for later requests
+MAX_BYTES = 1 << 30  # all compiled grammars, kept or in use
 
 
 class Grammars:
-    """Compiles the grammars of an engine's requests. Safe for threads, which compile one grammar at a time.
+    """Compiles the grammars of an engine's requests, one at a time. Thread-safe.
 
     Args:
-        vocab_size: of the model. It may be larger or smaller than the tokenizer's.
-        eos_token_ids: of the model.
+        vocab_size: the model's. It may be larger or smaller than the tokenizer's.
+        eos_token_ids: the model's.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self.process = LimitedProcess(PROGRAM, ["llguidance"], dataclasses.replace(COMPILE_LIMITS))
         self._vocabulary: Vocabulary | None = None  # made for the first request
-        self._compiling, self._lock = threading.Lock(), threading.Lock()  # the second guards what follows
+        self._compiling, self._lock = threading.Lock(), threading.Lock()  # the second guards the attributes below
         self._kept: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()  # the latest used last
         self._alive: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
 
@@ -78,7 +78,7 @@ class Grammars:
             return kept
 
     def has_compiled(self, params: StructuredOutputsParams) -> bool:
-        """Whether `compile` takes no time, because the grammar is kept or the parameters are refused at once."""
+        """Whether `compile` returns at once, because the grammar is kept or the parameters are refused."""
         try:
             kind, text = grammar_text(params)
         except ValueError:
@@ -128,7 +128,7 @@ class Vocabulary:
         size = max(vocab_size, 1 + max(ids))
         self.check_text = tokenizer.check_text
         self.backend = BackendTokenizer.from_str(tokenizer.backend.to_str())
-        # llguidance encodes a text if a grammar leaves no other choice. What looks like a special token is text there.
+        # llguidance encodes a text if a grammar leaves no other choice. There, what looks like a special token is text.
         self.backend.encode_special_tokens = True
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
@@ -156,7 +156,7 @@ class Vocabulary:
         }
 
     def straddling(self, matched: int) -> int:
-        """The set of tokens that end the reasoning and go on with the answer, after `matched` bytes of `</think>`."""
+        """The set of tokens that, after `matched` bytes of `</think>`, both end the reasoning and begin the answer."""
         if matched not in self._straddling:
             texts, before = enumerate(self.tokens), END_MARK[:matched]
             ends = (i for i, text in texts if (before + text).partition(END_MARK)[2].strip())
@@ -168,20 +168,20 @@ class CompiledGrammar:
     """A grammar for any number of completions.
 
     Args:
-        name: of the parameter that it comes from, for messages.
+        name: the parameter that it comes from, for messages.
         matcher: llguidance's, in its first state. Its copies share what it finds out about texts.
-        num_bytes: that it may take.
+        num_bytes: the memory that it may take.
     """
 
     def __init__(self, name: str, matcher: Any, vocabulary: Vocabulary, num_bytes: int):
         self.name, self.matcher, self.vocabulary, self.num_bytes = name, matcher, vocabulary, num_bytes
-        self.has_failed = False  # then later requests get a new one: what copies share may be at its limit
+        self.has_failed = False  # later requests then get a new one: what copies share may be at its limit
         self.num_masks, self.seconds = 0, 0.0  # of all completions
-        self.draft_seconds = 0.0  # for the masks of drafts, so that they cannot use up the time of the others
+        self.draft_seconds = 0.0  # spent on masks of drafts, which must not use up the time of other masks
 
     @property
     def max_seconds(self) -> float:
-        """For the masks so far."""
+        """The limit for the masks so far."""
         return MASK_SECONDS + self.num_masks * SECONDS_PER_MASK
 
     def count(self, seconds: float) -> None:
@@ -197,8 +197,8 @@ class CompiledGrammar:
 
         Args:
             stop_token_ids: allowed where the text is complete, like end-of-sequence.
-            prompt_token_ids: their end shows whether the model may think first.
-            reasoning: whether they end within the model's reasoning. None: their end shows that, too.
+            prompt_token_ids: the end of the prompt shows whether the model may think first.
+            reasoning: whether the prompt ends within the model's reasoning. None: its end shows that, too.
 
         Raises: ValueError if there is no first token.
         """
@@ -206,7 +206,7 @@ class CompiledGrammar:
         mask.allowed([])
         mark = vocabulary.last_mark(prompt_token_ids, NUM_TAIL) if vocabulary.thinks else None
         begun = mark == THINK if reasoning is None else reasoning
-        if not begun and (vocabulary.think is None or mark == END_THINK):  # it cannot think, or is not to
+        if not begun and (vocabulary.think is None or mark == END_THINK):  # it cannot think, or must not
             return mask
         return MaskAfterReasoning(mask, vocabulary.think, begun)
 
@@ -214,7 +214,7 @@ class CompiledGrammar:
 class GrammarMask:
     """The `TokenMask` of a completion: it follows the output through the grammar.
 
-    Args: stop_tokens: the set of tokens that may end the output beside end-of-sequence.
+    Args: stop_tokens: the set of tokens, besides end-of-sequence, that may end the output.
     """
 
     def __init__(self, grammar: CompiledGrammar, stop_tokens: int):
@@ -260,7 +260,7 @@ class GrammarMask:
                 if len(masks) > 1 and not self._matcher.rollback(len(masks) - 1):
                     raise ValueError(shorten(self._matcher.get_error()))
         except ValueError:
-            # Perhaps only because of the draft: go on with a fresh matcher, and without drafts.
+            # Perhaps the draft alone caused this: go on with a fresh matcher, and without drafts.
             self._matcher, self._follows = self.grammar.matcher.deep_copy(), False
             return masks
         self.grammar.draft_seconds += time.thread_time() - started
@@ -275,7 +275,7 @@ class GrammarMask:
         found = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
             raise ValueError(shorten(matcher.get_error()))
-        # llguidance also allows end-of-sequence where it has stopped for another reason, or where a grammar names it.
+        # llguidance also allows end-of-sequence if it has stopped for another reason, or if a grammar names this token.
         tokens = found & vocabulary.text & ~vocabulary.endings
         if matcher.is_accepting():
             tokens |= vocabulary.endings | self.stop_tokens
@@ -286,19 +286,19 @@ class GrammarMask:
 
 class MaskAfterReasoning:
     """The `TokenMask` of a completion that may think first: the grammar begins after `</think>`. An output that does
-    not begin with `<think>` is in the grammar from its first token on. While the model thinks, an end-of-sequence token
-    is not allowed, nor a token that has the end of the reasoning and the beginning of the answer.
+    not begin with `<think>` follows the grammar from its first token on. While the model thinks, end-of-sequence tokens
+    are not allowed, nor tokens that contain both the end of the reasoning and the beginning of the answer.
 
     Args:
-        mask: that of the grammar.
-        think: the token `<think>`, if it is one.
+        mask: the mask of the grammar.
+        think: the token `<think>`, if it is a single token.
         begun: whether the prompt ends within the reasoning.
     """
 
     def __init__(self, mask: GrammarMask, think: int | None, begun: bool):
         self.mask, self.think, self.begun, self.vocabulary = mask, think, begun, mask.grammar.vocabulary
         self._free = self.vocabulary.text & ~(self.vocabulary.endings | mask.stop_tokens)
-        # Tokens that have been read, the bytes of `</think>` that they end with, and where the answer begins.
+        # The number of tokens read, how many bytes of `</think>` they end with, and where the answer begins.
         self._read: tuple[int, int, int | None] = (0, 0, None)
 
     def allowed(self, output_token_ids: list[int]) -> bytes:
@@ -318,7 +318,7 @@ class MaskAfterReasoning:
         return masks
 
     def _find_answer(self, output_token_ids: list[int]) -> tuple[int, int | None]:
-        """(bytes of `</think>` that the output ends with, where the answer begins or None)"""
+        """(number of bytes of `</think>` that the output ends with, where the answer begins or None)"""
         num_read, matched, begin = self._read if self._read[0] <= len(output_token_ids) else (0, 0, None)
         while begin is None and num_read < len(output_token_ids):
             after, num_read = self._after(matched, output_token_ids[num_read]), num_read + 1
@@ -350,7 +350,7 @@ class MaskAfterReasoning:
 
 
 def grammar_text(params: StructuredOutputsParams) -> tuple[str, str]:
-    """What is given, and as text: a JSON schema, a regular expression (also of choices), or a grammar.
+    """The kind of constraint and its text: a JSON schema, a regular expression (also for choices), or a grammar.
 
     Raises: ValueError if a schema is not JSON, or is too long.
     """

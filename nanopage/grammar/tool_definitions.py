@@ -13,8 +13,8 @@ class Tool:
     """A function that the model may call.
 
     Args:
-        parameters: JSON schema of an object, which has the arguments.
-        strict: calls always follow that schema.
+        parameters: JSON schema of an object that holds the arguments.
+        strict: whether every call must follow that schema.
     """
 
     name: str
@@ -40,8 +40,8 @@ class ToolChoice:
     """Whether the model calls tools.
 
     Args:
-        kind: "auto" leaves it to the model; "required" means at least one call, and "none" none; "named" means one
-            call of the tool `name`.
+        kind: "auto" leaves it to the model, "required" means at least one call, "none" means no call, and "named" means
+            one call of the tool `name`.
     """
 
     kind: str

@@ -6,8 +6,8 @@
     llama3_json  {"name": "find", "parameters": {"city": "Oslo"}}      Llama 3.1, 3.2, 3.3
     mistral      [TOOL_CALLS][{"name": "find", "arguments": {...}}]    Mistral; newer ones: [TOOL_CALLS]find[ARGS]{...}
 
-A chat template shows which of them a model was trained on. Without tools in its template, a model is told about hermes
-(see text/tool_prompt.py).
+A chat template shows which of these forms a model was trained on. A model whose template has no tools is told to write
+hermes (see text/tool_prompt.py).
 """
 
 import secrets
@@ -24,12 +24,12 @@ class ToolFormat:
     Args:
         name: as `--tool-call-parser` takes it.
         begin: the mark before calls.
-        end: the mark after each.
-        separator: between several calls after one mark.
-        key: of the arguments.
-        bare: a reply may be a call without the mark.
-        named: after the mark there may be a list of calls, or a name and an object of arguments.
-        id_prefix, id_length: of the ids of calls. The length does not count the prefix.
+        end: the mark after each call.
+        separator: the text between several calls after one mark.
+        key: the key of the arguments.
+        bare: whether a reply may be a call without the mark.
+        named: whether the mark may precede a list of calls, or a name and an object of arguments.
+        id_prefix, id_length: the form of the ids of calls. The length does not count the prefix.
     """
 
     name: str
@@ -59,7 +59,7 @@ def find_format(template: str, name: str | None = None) -> ToolFormat:
 
     Args:
         template: its chat template.
-        name: of a form to use anyway.
+        name: the name of a form to use anyway.
 
     Raises: ValueError if the template has another form.
     """

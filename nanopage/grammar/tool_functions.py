@@ -1,4 +1,4 @@
-"""Python functions as tools: their names, docstrings and type hints become what the model is told."""
+"""Python functions as tools: their names, docstrings and type hints describe them to the model."""
 
 import importlib.util
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 from nanopage.grammar.tool_definitions import Tool, read_tools
 
-MAX_RESULT = 100_000  # characters of what a function returns
+MAX_RESULT = 100_000  # characters of a function's result
 
 
 def load_functions(file: Path) -> dict[str, Callable]:
@@ -71,8 +71,8 @@ def read_arguments(function: Callable, arguments: str) -> dict[str, Any]:
 
 
 def run_function(function: Callable, arguments: dict[str, Any]) -> str:
-    """What a call returns, as text for the model: a string as it is, and anything else as JSON where it can be. An
-    exception is text, too."""
+    """The result of a call, as text for the model. A string stays as it is, and anything else becomes JSON if possible.
+    An exception becomes text, too."""
     try:
         result = function(**arguments)
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)

@@ -17,12 +17,12 @@ def make_grammar(
     mark_id: int | None = None,
     body: str | None = None,
 ) -> str | None:
-    """The grammar of a reply; None if it may be anything.
+    """The grammar of a reply; None if the reply may be anything.
 
     Args:
         parallel: whether there may be several calls.
-        mark_id: of the token for `tool_format.begin`, if it is a special token.
-        body: what a reply without calls is, as `json_value` returns it; None for any text.
+        mark_id: the id of the token for `tool_format.begin`, if that is a special token.
+        body: the grammar of a reply without calls, as `json_value` returns it; None for any text.
     """
     constrained = choice.kind in ("required", "named") or any(tool.strict for tool in tools)
     if choice.kind == "none" or not (constrained or body is not None):
@@ -31,7 +31,7 @@ def make_grammar(
         tools, parallel = [tool for tool in tools if tool.name == choice.name], False
     begin = "" if tool_format.bare else _quoted(tool_format.begin) if mark_id is None else f"<[{mark_id}]>"
     newline = _quoted("\n") if tool_format.end else ""
-    # What follows a mark, and what all calls are.
+    # `rest` follows a mark. `calls` are all calls of a reply.
     if tool_format.named:
         rest = f'"[" call{_repeated(parallel, _quoted(", ") + " call")} "]"'
         calls = f"{begin} rest"
@@ -48,7 +48,7 @@ def make_grammar(
     elif body is not None:
         rules += ["start: calls | body", f"calls: {calls}", f"body: {body}"]
     elif tool_format.bare:
-        # A call may be anywhere in the text. So a brace with a quote behind it is always that of a call.
+        # A call may be anywhere in the text. So a brace followed by a quote always begins a call.
         rules += [
             'start: (TEXT | "{" brace)* ("{" SPACE?)?',
             'brace: inside | OTHER | SPACE? "{" brace',
@@ -74,7 +74,7 @@ def _inside(rule: str, tool: Tool, key: str) -> str:
 
 
 def json_value(schema: dict, whitespace: bool = True) -> str:
-    """What is a value of this JSON schema. Args: whitespace: whether there may be any."""
+    """The grammar of a value of this JSON schema. Args: whitespace: whether white space is allowed."""
     options = {"whitespace_pattern": WHITESPACE} if whitespace else {"whitespace_flexible": False}
     return f"%json {json.dumps(without_annotations(schema)[0] | {'x-guidance': options})}"
 

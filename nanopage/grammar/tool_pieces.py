@@ -42,7 +42,7 @@ class ToolCall:
 
 @dataclass
 class Reply:
-    """A reply as a whole. What it does not have is empty."""
+    """A reply as a whole. Parts that it does not have are empty."""
 
     reasoning: str = ""
     content: str = ""

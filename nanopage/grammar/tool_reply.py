@@ -3,11 +3,11 @@
     <think>They ask for…</think>I'll look it up.<tool_call>{"name": "find", "arguments": {"city": "Oslo"}}</tool_call>
     ╰───── Reasoning ──────────╯╰── Content ───╯                  ╰ Call ╯               ╰── Arguments ──╯
 
-A state machine reads one character after the other. It is written as a generator: where it waits for a character, it
-yields. Characters that may become part of a call are held back until that is certain. If no call comes of them, they
-are content. A call is certain with its name, which must be that of a tool, and from then on its arguments stream as
-the model writes them. Arguments before the name, or JSON within a string, are held back until they are whole. So the
-pieces of a stream add up to what the whole text gives at once.
+A state machine reads one character after the other. It is written as a generator, which yields where it waits for a
+character. Characters that may become part of a call are held back until that is certain. If no call follows, they are
+content. A call is certain once its name is complete, which must be the name of a tool. From then on its arguments
+stream as the model writes them. Arguments before the name, or JSON within a string, are held back until they are whole.
+So the pieces of a stream add up to what the whole text gives at once.
 """
 
 import json
@@ -20,15 +20,15 @@ from nanopage.text.reasoning import ReasoningReader
 
 MAX_HELD = 1024  # characters that are held back, except for arguments
 MAX_ARGUMENTS = 2**18  # characters of arguments that are held back
-MAX_READ_AGAIN = 2**18  # characters of a reply that are read again because no call came of them: bounds the work
+MAX_READ_AGAIN = 2**18  # characters of a reply that are read again because they were no call: bounds the work
 FENCE = "```"
-KEYS = ("arguments", "parameters")  # models of all formats sometimes write the other one
+KEYS = ("arguments", "parameters")  # models of each format sometimes write the other format's key
 
 
 class _ReadAgainError(Exception):
-    """What is held back is something else.
+    """The characters held back are not what the reader expected.
 
-    Args: is_content: whether its first character is certainly content. What follows may still begin a call.
+    Args: is_content: whether the first one is certainly content. The characters after it may still begin a call.
     """
 
     def __init__(self, is_content: bool = True):
@@ -46,9 +46,9 @@ class ReplyReader:
     Args:
         tool_format: how the model writes calls; None if it has no tools.
         names: of the tools. Other names are not calls.
-        parallel: whether calls after the first one count. Otherwise they are left out.
-        reasoning: whether the prompt ends within the reasoning, so that the reply begins there; it may also begin it
-            itself. None: it does not think.
+        parallel: whether calls after the first one count. False: they are left out.
+        reasoning: whether the prompt ends within the reasoning, so that the reply begins with it. Otherwise the reply
+            may begin its reasoning itself. None: the model does not think.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class ReplyReader:
     ):
         self.format, self.names, self.parallel = tool_format, names, parallel
         self.whole = Reply()  # all that has been read
-        self._pieces: list[Piece] = []  # that nobody has taken
+        self._pieces: list[Piece] = []  # pieces that nobody has taken
         self._held: list[str] = []  # characters that have been read, and are part of no piece yet
         self._num_read_again = 0
         self._num_calls = 0
         self._at_start = True  # nothing but white space and reasoning has been read
         self._closing = False  # what is held back comes after a call
-        # What calls may begin with.
+        # The strings that calls may begin with.
         self._openers = "" if tool_format is None else tool_format.begin[0] + FENCE[0] + "{[" * tool_format.bare
         self._reasoning = None if reasoning is None else ReasoningReader(reasoning)
         self._state: State = self._begin(self._text())
@@ -85,7 +85,7 @@ class ReplyReader:
         return self._take()
 
     def _take(self) -> list[Piece]:
-        """The pieces that nobody has taken. Neighbours of the same kind are joined."""
+        """The pieces that nobody has taken. Adjacent pieces of the same kind are joined."""
         joined: list[Piece] = []
         for piece in self._pieces:
             last = joined[-1] if joined else None
@@ -101,7 +101,7 @@ class ReplyReader:
         return joined
 
     def _read(self, characters: Iterable[str]) -> None:
-        """Args: characters: the end of the reply is an empty one."""
+        """Args: characters: an empty character stands for the end of the reply."""
         todo = deque(characters)
         while todo:
             character = todo.popleft()
@@ -187,7 +187,7 @@ class ReplyReader:
         return character
 
     def _fence(self, character: str) -> Reading:
-        """The beginning of fenced code, if this character is one: ```json. Returns the first character within."""
+        """The beginning of fenced code, ```json, if this character begins it. Returns the first character inside."""
         if character == FENCE[0]:
             character = yield from self._mark(FENCE, character)
             while character.isalpha():
@@ -196,7 +196,7 @@ class ReplyReader:
         return character
 
     def _mark(self, mark: str, character: str, is_content: bool = True) -> Reading:
-        """A mark that may begin with this character. Raises: _ReadAgainError if it is not that."""
+        """A mark that may begin with this character. Raises: _ReadAgainError if the text is something else."""
         for expected in mark:
             if character != expected:
                 raise _ReadAgainError(is_content)
@@ -219,7 +219,7 @@ class ReplyReader:
     def _object(self, character: str, marked: bool) -> State:
         """{"name": ..., "arguments": {...}}, in any order. Other keys are left out.
 
-        Args: marked: whether it follows a mark. Otherwise it may well be something else.
+        Args: marked: whether the object follows a mark. Otherwise it may well not be a call.
         """
         if character != "{":
             raise _ReadAgainError
@@ -262,7 +262,7 @@ class ReplyReader:
             self._call(name, "{}")
 
     def _arguments(self) -> State:
-        """An object of which `{` has been read."""
+        """The rest of an object after `{`."""
         self._add_arguments("{")
         depth, in_string = 1, False
         while depth:
@@ -283,8 +283,8 @@ class ReplyReader:
         self._held = []
 
     def _string(self, character: str, most: int) -> Reading:
-        """A string of JSON whose first character has been read. Returns what is between the quotes, without escapes:
-        names of tools and keys have none."""
+        """A string of JSON whose first character has been read. Returns the text between the quotes. Escapes are not
+        decoded, because names of tools and keys have none."""
         if character != '"':
             raise _ReadAgainError
         text = ""
@@ -306,19 +306,19 @@ class ReplyReader:
         return character
 
     def _spaces(self, character: str) -> Reading:
-        """Returns the first character that is no white space, from this one on."""
+        """Returns the first character, from this one on, that is not white space."""
         while character.isspace():
             character = yield
         return character
 
     def _checked(self, character: str, most: int = MAX_HELD) -> str:
-        """The character, if there is one and not too many are held back. Raises: _ReadAgainError."""
+        """The character. Raises: _ReadAgainError at the end of the reply, or if too many characters are held back."""
         if not character or len(self._held) > most:
             raise _ReadAgainError
         return character
 
     def _call(self, name: str, arguments: str = "") -> None:
-        """A call is certain. Raises: _ReadAgainError if it is not."""
+        """Add a call, if it is certain. Raises: _ReadAgainError otherwise."""
         if name not in self.names:
             raise _ReadAgainError
         self._num_calls += 1
@@ -337,7 +337,7 @@ class ReplyReader:
 
 
 def _read_arguments(text: str) -> str:
-    """The arguments of a call: an object, also within a string. Null and an empty string are no arguments.
+    """The arguments of a call: an object, or a string that contains one. Null and an empty string mean no arguments.
 
     Raises: _ReadAgainError for anything else.
     """

@@ -1,6 +1,6 @@
-"""The way to run a step of an encoder on the usual worker, in place of the eager one.
+"""The way to run a step of an encoder on the usual worker. It replaces the eager way.
 
-Its layers keep nothing of a sequence, so sequences need no blocks. Prompts are not divided: each is computed in one
+An encoder's layers keep nothing of a sequence, so sequences need no blocks. Prompts are not divided: each runs in one
 step (see `Scheduler.arrange`).
 """
 
@@ -19,7 +19,7 @@ from nanopage.worker.eager import Output, prepare
 class Encode:
     """Runs any batch. Sequences of equal length share calls of attention.
 
-    Args: eager: the Eager in whose place it runs, with an Encoder.
+    Args: eager: the Eager that it replaces, with an Encoder.
     """
 
     def __init__(self, eager: Any):
@@ -41,7 +41,7 @@ class Encode:
 
 
 def spans_of(seq_lens: list[int]) -> list[Span]:
-    """Group neighbours of equal length."""
+    """Group adjacent sequences of equal length."""
     spans: list[Span] = []
     start = 0
     for length in seq_lens:

@@ -6,7 +6,7 @@ a layer:   x = norm(x + attention(x))
            x = norm(x + mlp(x))
 
 Attention is not causal, so every token needs all others, and there is no KV cache. The tokens of a batch are flattened,
-without padding. Sequences of equal length lie next to each other: a `Span` is a group of them.
+without padding. Sequences of equal length are adjacent: a `Span` is a group of such sequences.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Span(NamedTuple):
-    """`num` sequences of `length` tokens each. The first token of the first one is `start` of the batch."""
+    """`num` sequences of `length` tokens each. Their first token is token `start` of the batch."""
 
     start: int
     num: int
@@ -42,9 +42,9 @@ class Span(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """Computes the hidden states of tokens. Its parts have the names that they have in checkpoints.
+    """Computes the hidden states of tokens. Its parts have the names of checkpoints.
 
-    score: from the hidden states of first tokens, [B, hidden_size], to scores of classes. None for embeddings.
+    score: turns the hidden states of first tokens, [B, hidden_size], into scores of classes. None for embeddings.
     """
 
     lm_head = None
@@ -83,7 +83,7 @@ class Encoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each before a norm."""
+    """Attention and a feed-forward layer, each followed by a norm."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -112,7 +112,7 @@ class Residual(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """Scores of the classes, from the first token: [B, hidden_size] -> [B, num_labels]."""
+    """Computes the scores of the classes from the first tokens: [B, hidden_size] -> [B, num_labels]."""
 
     def __init__(self, hidden_size: int, num_labels: int):
         super().__init__()

@@ -1,7 +1,7 @@
-"""How a model pools: read as data from the files of sentence-transformers, which are modules.json,
+"""How a model pools. This is read, as data, from the files of sentence-transformers: modules.json,
 1_Pooling/config.json, sentence_bert_config.json and config_sentence_transformers.json.
 
-A field in them that would change the result and is not supported is an error that names it.
+An unsupported field that would change the result raises an error that names the field.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from nanopage.files.model_files import exists, is_plain_name, read_json, read_js
 # How 1_Pooling/config.json names them: a flag each in older files, one of the strings in newer files.
 FLAGS = {"pooling_mode_cls_token": "CLS", "pooling_mode_lasttoken": "LAST", "pooling_mode_mean_tokens": "MEAN"}
 MODES = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
-# Options of EngineConfig that pooling does not work with, and those that an encoder has no use for. Anything but the
+# Options of EngineConfig that pooling does not work with, and options that an encoder has no use for. Any value but the
 # default is refused.
 NOT_FOR_POOLING = (
     "speculative_config",
@@ -32,8 +32,8 @@ NOT_FOR_ENCODERS = (
     *("num_gpu_blocks_override", "preemption_mode", "swap_space", "quantization", "generation_config", "seed"),
     "model_impl",
 )
-TOKENS_OF_ENCODER = {"cpu": 2048, "cuda": 16384}  # of a step, by default
-# Qwen3-Reranker's prompt, from its model card: before the pair, the pair, and behind it.
+TOKENS_OF_ENCODER = {"cpu": 2048, "cuda": 16384}  # default token budget of a step
+# Qwen3-Reranker's prompt, from its model card: the text before the pair, the pair, and the text after it.
 QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
@@ -44,7 +44,7 @@ QWEN3_RERANKER = (
 
 
 class PoolingOptions(Protocol):
-    """The options of EngineConfig that say what a model makes."""
+    """The options of EngineConfig that choose what a model makes."""
 
     runner: Runner
     convert: Conversion
@@ -59,12 +59,12 @@ def choose_pooling(
     options: PoolingOptions,
     token_to_id: Callable[[str], int | None],
 ) -> PoolingConfig | None:
-    """What a model makes instead of text; None: it makes text.
+    """What a model makes instead of text; None if it makes text.
 
     Args:
         path: the model's directory or .gguf file.
-        made_for: what config.json's architecture says.
-        options: those of EngineConfig.
+        made_for: what the model makes according to config.json's architecture.
+        options: the options of EngineConfig.
 
     Raises: ValueError naming the option that the model does not allow, or a file and its field.
     """
@@ -105,7 +105,7 @@ def choose_pooling(
 
 
 def read_embedding(path: Path, default: str, pooler_config: dict | None, hidden_size: int) -> PoolingConfig:
-    """How a model makes embeddings, according to its files. Without a modules.json, they are normalized.
+    """How a model makes embeddings, according to its files. Without a modules.json, embeddings are normalized.
 
     Args:
         path: the model's directory.
@@ -179,7 +179,7 @@ def _read_prompts(config: dict, source: str) -> dict:
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ValueError(f"{source}: prompts must be texts by name, got {shown(prompts)}")
-    if default is not None and default not in list(prompts):  # it may be of a type that has no hash
+    if default is not None and default not in list(prompts):  # `in list`, because its type may have no hash
         raise ValueError(f"{source}: default_prompt_name {shown(default)} is not one of its prompts")
     name = choice(config.get("similarity_fn_name") or "cosine", SIMILARITIES, f"{source}: similarity_fn_name")
     if config.get("truncate_dim") is not None:
@@ -199,4 +199,4 @@ def check_pooling(config: EngineConfig, model_config: ModelConfig, pooling: Pool
             raise ValueError(f"{option} is not for encoders, and {model_config.architecture} is one")
         budget = config.max_num_batched_tokens or TOKENS_OF_ENCODER[resolve_device(config.device).type]
         config = replace(config, max_num_batched_tokens=budget, enable_prefix_caching=False)
-    return replace(config, enforce_eager=True)  # compiled steps end with the head for text, and encoders gain nothing
+    return replace(config, enforce_eager=True)  # compiled steps end with the text head, and encoders gain nothing

@@ -47,7 +47,7 @@ class Runner(Protocol):
 
 
 class Options(TypedDict, total=False):
-    """What all four methods take, too; `encode` says what it is."""
+    """Further arguments of all four methods; `encode` documents them."""
 
     truncate_prompt_tokens: int | None
     use_tqdm: bool
@@ -67,9 +67,9 @@ def encode(
 
     Args:
         prompts: one prompt or a list: text, token ids, or a dict, as for `generate`.
-        pooling_params: for all, or one for each prompt. None: PoolingParams().
+        pooling_params: one for all prompts, or one for each prompt. None: PoolingParams().
         truncate_prompt_tokens: as in PoolingParams, for all prompts; it has priority.
-        pooling_task: "embed" or "classify", which must be what the model makes. None: what it makes.
+        pooling_task: "embed" or "classify"; it must be what the model makes. None: whatever the model makes.
         lora_request, tokenization_kwargs: accepted for vLLM's scripts; must be None.
 
     Returns: an output for each prompt, in order. `outputs.data` is the vector, a float32 tensor.
@@ -116,11 +116,11 @@ def score(
     pooling_params: PoolingParams | None = None,
     **options: Unpack[Options],
 ) -> list[ScoringRequestOutput]:
-    """How well pairs of texts belong together, as `outputs.score`. A model with one class scores pairs itself. Of an
+    """How well pairs of texts belong together, as `outputs.score`. A model with one class scores pairs itself. With an
     embedding model, the score is the similarity of the two embeddings.
 
     Args:
-        data_1: a text, such as a query, for all of `data_2`, or one for each.
+        data_1: a text, such as a query, for all of `data_2`, or one text for each.
         data_2: texts, such as documents.
         Others: as `encode`.
 

@@ -1,4 +1,4 @@
-"""PoolingRequests: makes the requests of a model that makes vectors of texts, for its InputProcessor.
+"""PoolingRequests: makes the requests of a model that turns texts into vectors, for its InputProcessor.
 
 `ByLength` chooses which requests an encoder computes together.
 """
@@ -19,14 +19,14 @@ from nanopage.pooling.vectors import add_vector
 from nanopage.step import SamplingSettings
 from nanopage.text.prompts import PromptTooLongError
 
-WINDOW = 4096  # the groups that wait among which a batch is chosen
+WINDOW = 4096  # waiting groups from which a batch is chosen
 
 
 class PoolingRequests:
     """Makes requests with PoolingParams.
 
     Args:
-        processor: the engine's.
+        processor: the engine's InputProcessor.
         pooling: how the model makes vectors.
     """
 
@@ -107,7 +107,7 @@ class PoolingRequests:
         for text in (first, second):
             self.prompts.check_text(text, most is not None)
         ids = tokenizer.encode(pair.format(first, second), add_special_tokens=False)
-        if most is not None:  # what is behind the pair stays
+        if most is not None:  # the text behind the pair stays
             if (room := most - len(head) - len(tail)) < 1:
                 raise ValueError(f"truncate_prompt_tokens={most} leaves no room beside the prompt around the pair")
             ids = ids[:room]
@@ -126,16 +126,16 @@ class PoolingRequests:
 class ByLength:
     """Chooses what an encoder computes together, as a Scheduler's `arrange`.
 
-    Args: budget: of the tokens of a step. It grows while a longer text waits, for no text is divided.
+    Args: budget: the token budget of a step. It grows while a longer text waits, because texts are not divided.
     """
 
     def __init__(self, budget: TokenBudget):
         self.budget = budget
 
     def arrange(self, waiting: list[SequenceGroup]) -> None:
-        """Put the first group first, and behind it those that are closest to it in length, of its priority and then of
-        lower ones. So within a priority no request waits forever, and most sequences of a batch have others of equal
-        length, with which they share calls of attention."""
+        """Keep the first group first. Put behind it the groups that are closest to it in length: first those of its
+        priority, then those of lower priorities. So within a priority no request waits forever, and most sequences of a
+        batch share calls of attention with others of equal length."""
         if waiting:
             first = min(waiting, key=order)
             others = [group for group in waiting if group is not first]
@@ -145,7 +145,7 @@ class ByLength:
 
 
 def check_params(params: PoolingParams, config: PoolingConfig, size: int) -> None:
-    """Args: size: of an embedding. Raises: ValueError for a parameter that is not for this model."""
+    """Args: size: the size of an embedding. Raises: ValueError for a parameter that is not for this model."""
     if config.task == "embed":
         if params.use_activation is not None:
             raise ValueError("use_activation is for models that classify, and this one makes embeddings")

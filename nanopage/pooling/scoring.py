@@ -13,7 +13,7 @@ Pair = tuple[str, str]
 
 
 def pair_texts(first: str | list[str], second: str | list[str]) -> list[Pair]:
-    """Pairs of one text with each of several, or of the texts of two lists that are equally long.
+    """Pair one text with each of several, or the texts of two lists of equal length.
 
     Raises: TypeError, ValueError.
     """
@@ -45,7 +45,7 @@ def scoring_prompts(pooling: PoolingConfig | None, pairs: list[Pair]) -> list[st
 def read_scores(
     pooling: PoolingConfig, pairs: list[Pair], outputs: list[RequestOutput]
 ) -> list[tuple[list[int], float]]:
-    """(token ids, score) of each pair. Args: outputs: of `scoring_prompts`, in order."""
+    """(token ids, score) of each pair. Args: outputs: the outputs of the prompts of `scoring_prompts`, in order."""
     if pooling.scores:
         return [(output.prompt_token_ids, float(_vector(output)[0])) for output in outputs]
     embedded = dict(zip(_distinct(pairs), outputs, strict=True))

@@ -1,4 +1,4 @@
-"""The vectors of requests, from what the workers have pooled of their prompts."""
+"""The vectors of requests, from what the workers have pooled."""
 
 import numpy as np
 
@@ -29,6 +29,6 @@ def finish_vector(pooled: np.ndarray, params: PoolingParams, config: PoolingConf
     if params.use_activation is False or config.activation == "identity":
         return pooled
     if config.activation == "sigmoid":
-        return (1 + np.tanh(pooled / 2)) / 2  # which cannot overflow
+        return (1 + np.tanh(pooled / 2)) / 2  # the sigmoid, which cannot overflow in this form
     exponents = np.exp(pooled - pooled.max())
     return exponents / exponents.sum()

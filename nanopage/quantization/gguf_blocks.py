@@ -1,7 +1,7 @@
-"""The integers, scales and offsets of quantized tensors of a GGUF file, without converting them to floats.
+"""Reads the integers, scales and offsets of quantized tensors of a GGUF file, without converting them to floats.
 
 The layouts of blocks are those of ggml-common.h in https://github.com/ggml-org/ggml. A weight is scale * integer -
-offset, as in tile_linear.Blocks. In the K types, scales are integers, too, and share a float16 in each block.
+offset, as in tile_linear.Blocks. In the K types, scales are integers, too, and those of a block share a float16.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def split_blocks(kind: Kind, data: Tensor) -> Blocks:
 
 
 def with_one_format(parts: list[Blocks]) -> Blocks:
-    """One weight of all rows of `parts`, in the smallest format that holds them exactly."""
+    """Join the rows of `parts` to one weight, in the smallest format that holds them exactly."""
     groups = [part.integers.shape[1] // part.scales.shape[1] for part in parts]
     bits, group = max(part.bits for part in parts), min(groups)
     repeats = [own // group for own in groups]
@@ -75,7 +75,7 @@ def _q4_k(data: Tensor) -> Blocks:
 
 def _q5_k(data: Tensor) -> Blocks:
     low, high = _nibbles(data[:, 48:176], 32).unflatten(1, (-1, 32)), data[:, None, 16:48]
-    shifts = torch.arange(8, dtype=torch.uint8)[:, None]  # each bit of the high bytes belongs to another group
+    shifts = torch.arange(8, dtype=torch.uint8)[:, None]  # each bit of a high byte belongs to a different group
     integers = low | ((high >> shifts) & 1).view(torch.int8) << 4
     return Blocks(integers.flatten(1), *_scales_and_offsets(data), 8)
 
@@ -94,7 +94,7 @@ def _halves(data: Tensor, position: int) -> Tensor:
 
 
 def _nibbles(data: Tensor, run: int = 16) -> Tensor:
-    """The halves of bytes, int8: the low ones of each `run` bytes, and then the high ones."""
+    """The halves of bytes, int8: of each `run` bytes, first the low halves and then the high halves."""
     runs = data.unflatten(1, (-1, run))
     return torch.stack([runs & 15, runs >> 4], 2).flatten(1).view(torch.int8)
 
@@ -105,7 +105,7 @@ def _bits(data: Tensor) -> Tensor:
 
 
 def _scales_and_offsets(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Of blocks of Q4_K and Q5_K: eight scales and eight offsets of 6 bits each, in 12 bytes."""
+    """The scales and offsets of blocks of Q4_K and Q5_K: eight each, of 6 bits, in 12 bytes."""
     first, second, third = data[:, 4:16].unflatten(1, (3, 4)).unbind(1)
     scales = torch.cat([first & 63, (third & 15) | first >> 6 << 4], 1)
     offsets = torch.cat([second & 63, third >> 4 | second >> 6 << 4], 1)

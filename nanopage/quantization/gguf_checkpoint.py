@@ -1,7 +1,7 @@
 """A .gguf file read as if it were a Hugging Face directory: config, tokenizer and tensors under their usual names.
 
-gguf_reader.py reads the file and the `gguf` package dequantizes. This module undoes llama.cpp's conversion:
-its names, its reordering of q and k rows in some architectures, its flat list of vocabulary and merges.
+gguf_reader.py reads the file and the `gguf` package dequantizes. This module undoes llama.cpp's conversion: its names,
+its reordering of q and k rows in some architectures, and its flat list of vocabulary and merges.
 """
 
 import json
@@ -160,20 +160,20 @@ class GGUFCheckpoint:
         return config
 
     def _layer_types(self, key: str) -> list[str]:
-        """From a field that says for each layer whether it has a window."""
+        """The layers' types, from a field that says for each layer whether it has a window."""
         windows = self._field(key, np.ndarray, "an array of true and false", _REQUIRED)
         if windows.dtype != bool:
             raise self._error(key, f"must be an array of true and false, got {shown(windows)}")
         return ["sliding_attention" if window else "full_attention" for window in windows]
 
     def _experts(self, intermediate_size: int) -> dict[str, Any]:
-        """The fields of a model with experts, by all names that families have for them."""
-        for name in ("weights_scale", "gating_func", "group_count"):  # of other families; 1 is what these have
+        """The fields of a model with experts, under every name that a family has for them."""
+        for name in ("weights_scale", "gating_func", "group_count"):  # fields of other families; these families have 1
             if self._field(f"{{arch}}.expert_{name}", (int, float), "a number", 1) not in (0, 1):
                 raise self._unsupported(f"{{arch}}.expert_{name}")
         num_experts = self._size("{arch}.expert_count", "num_experts")
         num_chosen = self._size("{arch}.expert_used_count", "num_experts_per_tok")
-        size = max(1, intermediate_size // num_chosen)  # as llama.cpp: the first files did not say it
+        size = max(1, intermediate_size // num_chosen)  # as in llama.cpp, because the first files lack the field
         shared_size = "shared_expert_intermediate_size"
         return {
             "num_experts": num_experts,
@@ -181,13 +181,13 @@ class GGUFCheckpoint:
             "num_experts_per_tok": num_chosen,
             "moe_intermediate_size": self._size("{arch}.expert_feed_forward_length", "moe_intermediate_size", size),
             shared_size: self._size("{arch}.expert_shared_feed_forward_length", shared_size, intermediate_size),
-            # llama.cpp decides by the architecture.
+            # llama.cpp decides this by the architecture.
             "norm_topk_prob": self._flag("{arch}.expert_weights_norm", self.architecture != "qwen2moe"),
         }
 
     def pieces(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, int, np.ndarray]]:
-        """(name in transformers, first row, float32 rows) of these tensors, or of every tensor, in pieces of at most
-        2^17 elements, or of one head, row or vector where that is more.
+        """(name in transformers, first row, float32 rows) of these tensors, or of every tensor. A piece has at most
+        2^17 elements, or one head, row or vector if that has more.
 
         Raises: ValueError if rows cannot be divided among the heads.
         """
@@ -254,7 +254,7 @@ class GGUFCheckpoint:
             raise self._unsupported("tokenizer.ggml.add_eos_token")
         with rust_errors(f"{self.path}: tokenizer.ggml.tokens"):
             tokenizer.add_tokens(added)
-            # Set the special flag again: add_tokens leaves tokens that the vocabulary already has as they are.
+            # Set the special flag again, because add_tokens does not change tokens that are already in the vocabulary.
             tokenizer.add_special_tokens([token for token in added if token.special])
             if adds_bos and bos is not None:
                 tokenizer.post_processor = processors.TemplateProcessing(
@@ -270,7 +270,7 @@ class GGUFCheckpoint:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
             if (token_id := self._token_id(key)) is not None:
                 config[f"{name}_token"] = self.tokens[token_id]
-        # llama.cpp's converter writes templates with other names, such as tool_use, as fields of their own.
+        # llama.cpp's converter writes a template with another name, such as tool_use, as a separate field.
         keys = [key for key in self.fields if key.startswith("tokenizer.chat_template.")]
         named = {key.removeprefix("tokenizer.chat_template."): self._string(key) for key in keys}
         if template := self._string("tokenizer.chat_template", ""):
@@ -288,7 +288,7 @@ class GGUFCheckpoint:
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The vocabulary, by id. Empty tokens get names that differ, as in llama.cpp."""
+        """The vocabulary, by id. Empty tokens get distinct names, as in llama.cpp."""
         tokens = self._strings("tokenizer.ggml.tokens")
         tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
         ids: dict[str, int] = {}
@@ -298,7 +298,7 @@ class GGUFCheckpoint:
         return tokens
 
     def _option(self, name: str, default: Any) -> Any:
-        """What the family's module says about its files, if it does."""
+        """An option that the family's module sets for its files, or the default."""
         return getattr(self.family, name, default)
 
     # Fields, checked. `{arch}` in a key is the file's architecture.
@@ -336,7 +336,7 @@ class GGUFCheckpoint:
         return value
 
     def _number(self, key: str, name: str, default: Any = _REQUIRED) -> float:
-        """A number that config.json calls `name`, within its range, as the shortest decimal of that float32."""
+        """A number that config.json calls `name`, within its range, as the shortest decimal with the same float32."""
         value = self._field(key, (int, float), "a number", default)
         low, high = RANGES[name]
         if not low <= value <= high:
@@ -356,8 +356,8 @@ class GGUFCheckpoint:
         return values.tolist()
 
     def _token_id(self, name: str) -> int | None:
-        """A special token; None if there is none. Files say that by leaving it out, or with an id of -1, 2^32 - 1 or
-        anything else that is not in the vocabulary."""
+        """The id of a special token; None if there is none. Files then leave the field out, or have an id that is not
+        in the vocabulary, such as -1 or 2^32 - 1."""
         token_id = self._field(f"tokenizer.ggml.{name}_token_id", int, "a token id", None)
         return token_id if token_id is not None and 0 <= token_id < len(self.tokens) else None
 
@@ -412,7 +412,7 @@ class GGUFCheckpoint:
         vector = len(tensor.shape) == 1
         data = read_rows(self.path, tensor, *((0, 1) if vector else (start, stop)), self._state)
         with np.errstate(all="ignore"):  # the loader reports values that are not finite
-            # As one row: the package splits many rows into groups, which is slower.
+            # Pass one row, because the package splits many rows into groups, which is slower.
             values = gguf.dequantize(data.reshape(1, -1), tensor.kind)
         return values.astype(np.float32, copy=False).reshape(stop - start, *tensor.shape[1:])
 
@@ -436,7 +436,7 @@ class GGUFCheckpoint:
         return scaling
 
     def _longrope(self) -> dict[str, Any]:
-        """Phi-3's rope scaling, of which llama.cpp stores the divisors of frequencies as tensors."""
+        """Phi-3's rope scaling. llama.cpp stores its divisors of frequencies as tensors."""
         scaling: dict[str, Any] = {"rope_type": "longrope"}
         for kind, tensor in self._rope_factors.items():
             known = tensor is not None and len(tensor.shape) == 1 and tensor.shape[0] <= MAX_SIZES["head_dim"]
@@ -500,7 +500,7 @@ class GGUFCheckpoint:
         return tokenizer
 
     def _sentencepiece_bpe(self) -> Tokenizer:
-        """SentencePiece BPE has scores instead of merges: any pair whose result is a token merges, best score first."""
+        """SentencePiece BPE has scores, not merges: any pair whose result is a token merges, best score first."""
         types, scores = self._token_types(), self._one_for_each_token("tokenizer.ggml.scores", "f", "numbers")
         if not all(map(math.isfinite, scores)):
             raise self._error("tokenizer.ggml.scores", "has values that are not finite")

@@ -1,8 +1,8 @@
 """The metadata and the table of tensors of a GGUF file, versions 2 and 3, read without trusting the file.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every length and count in it is compared with the
-bytes that are left before anything is read, so reading takes at most a few times the memory of the metadata. Tensors do
-not overlap, so the weights of a model are never much larger than its file.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Every length and count is compared with the
+number of remaining bytes before anything is read, so reading takes at most a few times the memory of the metadata.
+Tensors do not overlap, so the weights of a model are never much larger than its file.
 """
 
 import struct
@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from nanopage.files.model_files import check_file, memory_errors, shown
 
-MAX_METADATA = 2**27  # bytes before the weights; a vocabulary of 200,000 tokens with its merges takes about 2**24
+MAX_METADATA = 2**27  # bytes before the weights. A vocabulary of 200,000 tokens with its merges takes about 2**24
 MAX_FIELDS = 2**16
 MAX_TENSORS = 2**16  # 1,024 layers of 64 tensors
 MAX_DIMENSIONS = 4  # ggml's GGML_MAX_DIMS
@@ -42,7 +42,7 @@ class TensorInfo:
     """Where a tensor's data is in the file, and what it is."""
 
     name: str
-    shape: tuple[int, ...]  # rows first, as in torch; the file has the dimensions in the other order
+    shape: tuple[int, ...]  # rows first, as in torch; the file has the reverse order
     kind: GGMLQuantizationType
     offset: int  # of the data, in bytes from the start of the file
     num_bytes: int
@@ -50,11 +50,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """All that a GGUF file says before the weights.
+    """The part of a GGUF file before the weights.
 
-    fields: a number, a bool, a string, a list of strings, or a numpy array of numbers or bools; by key.
+    fields: key -> a number, a bool, a string, a list of strings, or a numpy array of numbers or bools.
     tensors: by name, in the file's order. Their data is within the file and does not overlap.
-    state: of the file, before it was read.
+    state: the file's `state_of` before it was read.
     """
 
     fields: dict[str, Any]
@@ -78,14 +78,14 @@ def read_header(path: Path) -> Header:
 
 
 def state_of(path: Path) -> tuple[int, ...]:
-    """What changes when a file is written or replaced: size, time of the last change, inode."""
+    """What changes when a file is written or replaced: its size, the time of its last change, and its inode."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def read_rows(path: Path, tensor: TensorInfo, start: int, stop: int, state: tuple[int, ...]) -> np.ndarray:
     """The stored bytes of rows `start` to `stop` of a tensor's last dimension: uint8 [stop - start, bytes of a row].
-    They are read, not mapped: where another process shortens a mapped file, reading it kills this process.
+    The rows are read, not mapped: if another process shortened a mapped file, reading it would kill this process.
 
     Args: state: the header's. Raises: ValueError if the file has changed since.
     """
@@ -197,7 +197,7 @@ class _Reader:
         return data
 
     def check_count(self, count: int, least: int, most: int, what: str) -> None:
-        """Check that `count` things of at least `least` bytes each fit into what is left of the file."""
+        """Check that `count` things of at least `least` bytes each fit into the rest of the file."""
         if count * least > self.size - self.position:
             raise _Malformed(f"it is too short for {count:,} {what} (truncated?)")
         if count > most:
@@ -225,7 +225,7 @@ class _Reader:
         return TensorInfo(name, shape, kind, offset, prod(shape) // block_size * block_bytes)
 
     def placed(self, table: list[TensorInfo], alignment: Any) -> dict[str, TensorInfo]:
-        """The tensors by name, with offsets from the start of the file. Checks that they are in it and apart."""
+        """The tensors by name, with offsets from the file's start. Checks that they are inside and do not overlap."""
         if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1 or alignment.bit_count() > 1:
             raise _Malformed(f"general.alignment must be a power of two, got {shown(alignment)}")
         start = -(-self.position // alignment) * alignment

@@ -1,9 +1,8 @@
-"""Repacks the matrices of a GGUF file into tiles (cpu/tile_linear.py), and keeps their integers.
+"""Repacks the matrices of a GGUF file into tiles (cpu/tile_linear.py) without changing their integers.
 
-The first start of a model writes them to a file of the cache, `$XDG_CACHE_HOME/nanopage/tiles` or
-`~/.cache/nanopage/tiles`, in the format of safetensors. Later starts map that file, which takes milliseconds, and
-several processes share its memory. Matrices that have no integers of 4 or 8 bits, such as those of Q2_K or F16, become
-bfloat16.
+The first start of a model writes the tiles to a safetensors file in the cache, `$XDG_CACHE_HOME/nanopage/tiles` or
+`~/.cache/nanopage/tiles`. Later starts map that file, which takes milliseconds, and several processes share its memory.
+Matrices without integers of 4 or 8 bits, such as those of Q2_K or F16, become bfloat16.
 """
 
 import hashlib
@@ -39,8 +38,8 @@ from nanopage.quantization.quantized import QuantizedWeight
 
 logger = logging.getLogger("nanopage")
 
-ROWS = 32 * TILE  # repacked at once: few enough that temporary tensors are small
-HEADER_BYTES = 256  # of a tensor, at most
+ROWS = 32 * TILE  # rows repacked at once: few enough that temporary tensors are small
+HEADER_BYTES = 256  # the most bytes of a tensor in the header
 DTYPES = {torch.uint8: "U8", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 SUFFIX, PARTIAL = ".safetensors", ".partial"
 
@@ -60,7 +59,7 @@ def place(
     """Put the weights of all linear layers and embeddings into a model on the meta device, in tiles.
 
     Args:
-        whole: the model, of which `model` may have only some layers. The file of the cache has all.
+        whole: the whole model. `model` may have only some of its layers; the file in the cache has all.
         dtype: of activations.
         on_progress: as in `load_model`.
 
@@ -84,7 +83,7 @@ def place(
 
 
 def names_of_matrices(model: Decoder) -> dict[str, list[str]]:
-    """Place of a linear layer or embedding in the model -> the names of the file's tensors that are its rows."""
+    """Place of a linear layer or embedding in the model -> the names of the file's tensors that form its rows."""
     names: dict[str, list[str]] = {}
     for place, module in model.named_modules():
         path = place if place == "lm_head" else f"model.{place}"  # as transformers names them
@@ -105,8 +104,8 @@ def place_on_gpu(
     device: torch.device,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Put the weights of linear layers into a model on the meta device, one at a time, and that of the embedding if it
-    is tied to one of them. Those without integers of 4 or 8 bits stay as they are.
+    """Put the weights of linear layers into a model on the meta device, one at a time, and the embedding's weight if it
+    is tied to one of them. Weights without integers of 4 or 8 bits stay as they are.
 
     Raises: ValueError as `place`; MemoryError if there is less free memory than the blocks take.
     """
@@ -204,7 +203,7 @@ def _write(
 
 
 def tiles_of(checkpoint: GGUFCheckpoint, names: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tiles and scales of a matrix whose rows are those of several tensors, ROWS rows at a time, or all.
+    """Tiles and scales of a matrix that joins the rows of several tensors, ROWS rows at a time, or all at once.
 
     Raises: ValueError naming the file and a tensor with values that are not finite.
     """
@@ -226,7 +225,7 @@ def has_blocks(checkpoint: GGUFCheckpoint, names: list[str]) -> bool:
 
 
 def blocks_of(checkpoint: GGUFCheckpoint, names: list[str]) -> Iterator[Blocks]:
-    """A matrix whose rows are those of several tensors, ROWS rows at a time. All have one format."""
+    """A matrix that joins the rows of several tensors, ROWS rows at a time. All blocks have one format."""
     kinds = [checkpoint.weights[name].kind for name in names]
     rows = [torch.from_numpy(checkpoint.stored_rows(name)) for name in names]
     formats = [gguf_blocks.split_blocks(kind, data[:1]) for kind, data in zip(kinds, rows, strict=True)]
@@ -235,7 +234,7 @@ def blocks_of(checkpoint: GGUFCheckpoint, names: list[str]) -> Iterator[Blocks]:
         end, first, parts = min(begin + ROWS, num_rows), 0, []
         for kind, data, a_row in zip(kinds, rows, formats, strict=True):
             part = data[max(begin - first, 0) : max(end - first, 0)]
-            # A part without rows counts as well, so that all tiles of the matrix have one format.
+            # Include an empty part of every tensor, so that all tiles of the matrix have one format.
             parts.append(gguf_blocks.split_blocks(kind, part) if len(part) else a_row.without_rows())
             first += len(data)
         yield gguf_blocks.with_one_format(parts)
@@ -259,7 +258,7 @@ def _file_name(checkpoint: GGUFCheckpoint) -> str:
 
 
 def _remove_older(file: Path) -> None:
-    """Remove the files made from earlier versions of the same .gguf file, and by processes that were killed."""
+    """Remove the files made from earlier versions of the same .gguf file, and files of processes that were killed."""
     for old in file.parent.glob(f"{file.name.split('-')[0]}-*"):
         if old.suffix in (SUFFIX, PARTIAL) and old != file:
             old.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Weights of 4 or 8 bits on a GPU (see quantization/quantized_linear.py).
 
-`quantize` replaces floats with these. Those of a quantized checkpoint are made while it is loaded.
+`quantize` replaces weights in floats with these. For a quantized checkpoint, they are made while it is loaded.
 """
 
 import torch
@@ -14,11 +14,11 @@ from nanopage.quantization.quantized_weights import QuantizedMatrix
 
 
 class QuantizedWeight(nn.Module):
-    """A weight whose integers are converted while it is multiplied.
+    """A weight whose integers are converted to floats during a product.
 
     Args:
-        dtype: of activations.
-        order: int64 [in], the input of each column of the matrix. None: in order.
+        dtype: the dtype of activations.
+        order: int64 [in], the input that each column of the matrix belongs to. None: columns are in order.
     """
 
     packed: Tensor
@@ -39,7 +39,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def format(self) -> tuple:
-        """What compiled code depends on, beside the type."""
+        """What compiled code depends on, besides the type."""
         tensors = self.packed.dtype, self.packed.shape, self.offsets is None, self.order is None
         return (*tensors, self.bits, self.group, self.zero_points)
 
@@ -54,12 +54,12 @@ class QuantizedWeight(nn.Module):
 
 
 def quantize(module: nn.Module, kind: str, device: torch.device) -> None:
-    """Quantize the weight of every Linear in a module on `device`, one at a time, and of the embedding if it is tied to
-    one of them.
+    """Quantize the weight of every Linear in a module on `device`, one at a time, and the embedding's weight if the
+    embedding is tied to one of them.
 
     Args:
-        kind: "int8", "fp8" or "int4". With int4, the head, whose rounding costs the most, and matrices whose number of
-            inputs is not a multiple of INT4_GROUP become int8. With fp8, the head stays as it is.
+        kind: "int8", "fp8" or "int4". With int4, two kinds of matrices become int8: the head, whose rounding costs the
+            most, and matrices whose number of inputs is not a multiple of INT4_GROUP. With fp8, the head is unchanged.
     """
     head = getattr(module, "lm_head", None)
 

@@ -1,4 +1,4 @@
-"""AWQ and GPTQ: the integers of linear layers in safetensors files, without converting them to floats.
+"""AWQ and GPTQ: reads the integers of linear layers in safetensors files, without converting them to floats.
 
 A weight is scale * (integer - zero point). `group_size` inputs of an output share both. Integers of 4 bits (AWQ, GPTQ)
 or 8 (GPTQ) are packed into int32, the lowest bits first:
@@ -7,9 +7,9 @@ or 8 (GPTQ) are packed into int32, the lowest bits first:
     AWQ     [in, out * bits / 32]            [groups, out * bits / 32]           [groups, out]
     GPTQ    [in * bits / 32, out]            [groups, out * bits / 32]           [groups, out]
 
-The eight numbers of AWQ's int32 are those of the outputs 0, 2, 4, 6, 1, 3, 5, 7. GPTQ's are in order. GPTQ's first
-format stores zero points minus one. Its g_idx [in] names the group of each input: with act-order (desc_act), the inputs
-of a group are not adjacent.
+The eight numbers in an int32 of AWQ belong to the outputs 0, 2, 4, 6, 1, 3, 5, 7. GPTQ's numbers are in order. GPTQ's
+first format stores zero points minus one. GPTQ's g_idx [in] names the group of each input: with act-order (desc_act),
+the inputs of a group are not adjacent.
 
 Sources: AutoAWQ's WQLinear_GEMM, AutoGPTQ's QuantLinear and GPTQModel's conversion between GPTQ's formats.
 """
@@ -64,15 +64,15 @@ class Matrix:
 
     def packed(self, bits: int) -> QuantizedMatrix:
         """The weight for a GPU, without rounding anything. Its columns stay in the order of `integers`."""
-        shift = 128 if bits == 8 else 0  # integers of 8 bits are signed there
+        shift = 128 if bits == 8 else 0  # there, integers of 8 bits are signed
         integers = (self.integers.to(torch.int16) - shift).to(torch.int8)
         zeros = (self.zeros - shift).to(torch.float16)
         group = integers.shape[1] // len(self.scales)
         return quantized_weights.pack(integers, self.scales, zeros, True, bits, group)
 
     def blocks(self, bits: int) -> Blocks:
-        """The weight for tiles on a CPU, whose groups have 32 inputs. Offsets, scale * zero point, are rounded to
-        float16 there. Only without `order`."""
+        """The weight for tiles on a CPU, whose groups have 32 inputs. Tiles round offsets, scale * zero point, to
+        float16. Only for a matrix without `order`."""
         shift = 128 if bits == 8 else 0  # Blocks of 8 bits are signed
         repeats = self.integers.shape[1] // len(self.scales) // BLOCK
         scales = self.scales.float().T.repeat_interleave(repeats, 1)
@@ -81,8 +81,8 @@ class Matrix:
 
 
 def fits_tiles(config: ModelConfig) -> bool:
-    """Whether tiles on a CPU (cpu/tile_linear.py) can hold the model. They know no other order of inputs, no
-    groups that are not multiples of 32, and no head in float32."""
+    """Whether tiles on a CPU (cpu/tile_linear.py) can hold the model. Tiles need inputs in order, groups that are
+    multiples of 32, and a head that is not float32."""
     stored_as = config.quantization
     assert stored_as is not None
     sizes = [config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim]
@@ -103,8 +103,8 @@ def linears(model: Decoder) -> Iterator[tuple[Linear, list[str]]]:
 def expected(
     model: Decoder, slots: dict[str, Tensor], stored: list[StoredTensor], stored_as: StoredQuantization
 ) -> dict[str, Tensor]:
-    """`slots` of a model with what the files should have instead of the weights of quantized layers, on the meta
-    device. For GPTQ, that includes g_idx, and biases of layers that have none here, if a file has them.
+    """The `slots` of a model, on the meta device, where the weights of quantized layers are replaced by the tensors
+    that the files should have. For GPTQ, this adds g_idx, and biases that a file has but the model does not.
 
     Raises: ValueError naming a layer whose sizes are not multiples of the group size or of what an int32 holds.
     """
@@ -163,9 +163,9 @@ class Reader:
     def read(self, linear: Linear, parts: list[str]) -> Matrix:
         """The matrix of a linear layer: the rows of all its parts. The headers of the files have been checked.
 
-        Raises: ValueError naming the file and the tensor: scales that are not finite, a g_idx that does not name each
-            group `group_size` times, or is not in order without desc_act, or differs between parts; a bias that the
-            model does not have.
+        Raises: ValueError naming the file and the tensor: scales that are not finite; a g_idx that does not name each
+            group `group_size` times, is out of order without desc_act, or differs between parts; a bias other than 0
+            that the model does not have.
         """
         matrices = [self._part(name, linear.in_features, linear.bias is None) for name in parts]
         first = matrices[0].order
@@ -193,7 +193,7 @@ class Reader:
             integers, zeros = (unpack(words, bits)[..., awq].flatten(1) for words in (qweight, qzeros))
             return Matrix(integers.T.contiguous(), scales, zeros.int())
         integers = unpack(qweight.T.contiguous(), bits).flatten(1)
-        # Adding 1 to all numbers of a word at once undoes a borrow, which a zero point of 0 has left in the next one.
+        # Adding 1 to all numbers of a word at once undoes the borrow that a zero point of 0 left in the next number.
         ones = sum(1 << shift for shift in range(0, WORD, bits)) * self.stored_as.zero_offset
         zeros = unpack(qzeros + ones, bits).flatten(1)
         order = self._order(name, in_features)
@@ -223,7 +223,7 @@ class Reader:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., words] -> uint8 [..., words, numbers in a word], those of the lowest bits first."""
+    """int32 [..., words] -> uint8 [..., words, numbers in a word], the number in the lowest bits first."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     return ((words[..., None] >> shifts) & (2**bits - 1)).to(torch.uint8)
 
@@ -240,7 +240,7 @@ def place(
     """Put the weights of the quantized linear layers into a model on the meta device, one at a time.
 
     Args:
-        packed: as a GPU reads them. False: in tiles, for a CPU.
+        packed: whether to pack the weights as a GPU reads them. False: in tiles, for a CPU.
         dtype: of activations.
 
     Raises: ValueError as `Reader.read`; MemoryError if the integers do not fit on the device.

@@ -1,16 +1,16 @@
 """Products with weights of 4 or 8 bits on a GPU: a Triton kernel that converts weights to floats in registers.
 
-A program computes the transposed product, OUTPUTS outputs of TOKENS tokens: weights are the left operand, which tensor
-cores take from registers, and a few tokens are enough for the right one.
+A program computes the transposed product, OUTPUTS outputs of TOKENS tokens. Weights are the left operand, which tensor
+cores take from registers, and a few tokens are enough for the right operand.
 
                           in ──▶  tiles of TILE bytes of each output
               ┌────────┬────────┬───
     OUTPUTS   │ weight │ weight │ ...      x TOKENS, summed in float32
               └────────┴────────┴───
-              └─ split 0 ───────┘          few tokens of a small matrix are too little work for a GPU: the splits
+              └─ split 0 ───────┘          few tokens and a small matrix are too little work for a GPU: splits then
                                            write partial sums, which are added in order
 
-quantized_weights.py has the format of weights. fp8 weights and many tokens are multiplied by torch's scaled product
+quantized_weights.py has the format of weights. torch's scaled product multiplies fp8 weights by many tokens
 where the GPU has one.
 """
 
@@ -25,8 +25,8 @@ from nanopage.cpu.tile_linear import row_scales
 from nanopage.kernels.paged_attention import architecture_of, num_processors
 from nanopage.quantization.quantized_weights import FP8, MIDDLE, TILE
 
-SPLIT_TILES = 8  # a split with fewer tiles costs more to add than it gains
-SCALED_TOKENS = 64  # from which on rounding the activations to fp8 is worth while: a prompt, or a large batch
+SPLIT_TILES = 8  # adding the sums of a split with fewer tiles costs more than the split gains
+SCALED_TOKENS = 64  # from this many tokens on (a prompt or a large batch), rounding activations to fp8 pays
 
 VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_tokens", "tiles_of_split"]}  # see attention_kernels.py
 
@@ -38,7 +38,7 @@ def linear_kernel(
     scale_ptr,
     offset_ptr,
     bias_ptr,
-    out_ptr,  # [splits, num_tokens, out_features], of float32 if there is more than one split
+    out_ptr,  # [splits, num_tokens, out_features]; float32 if there is more than one split
     num_tokens,
     in_features,
     out_features,
@@ -48,7 +48,7 @@ def linear_kernel(
     tiles_of_split,
     BITS: tl.constexpr,
     FP8: tl.constexpr,  # weights are float8_e4m3fn
-    SCALES: tl.constexpr,  # of an output in TILE inputs; 0: one for all its inputs
+    SCALES: tl.constexpr,  # scales of an output for TILE inputs; 0: one for all its inputs
     OFFSETS: tl.constexpr,  # whether there are any
     ZERO_POINTS: tl.constexpr,
     BIAS: tl.constexpr,
@@ -59,11 +59,11 @@ def linear_kernel(
     PRECISION: tl.constexpr,
 ):
     HALVES: tl.constexpr = 8 // BITS
-    ADDED: tl.constexpr = 2**BITS + (MIDDLE if BITS == 8 else 0)  # to the integers, see below
+    ADDED: tl.constexpr = 2**BITS + (MIDDLE if BITS == 8 else 0)  # added to the integers, see below
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     split = tl.program_id(2)
-    row = tl.minimum(output, out_features - 1)  # those beyond compute what is not stored
+    row = tl.minimum(output, out_features - 1)  # results of rows beyond are not stored
     lane = tl.arange(0, TILE)
     x_row = x_ptr + tl.minimum(token, num_tokens - 1).to(tl.int64) * x_stride
     packed_row = packed_ptr + row.to(tl.int64) * row_bytes
@@ -76,11 +76,11 @@ def linear_kernel(
             column = (tile * HALVES + half) * TILE + lane
             x = tl.load(x_row[None, :] + column[:, None], mask=(column < in_features)[:, None], other=0.0)
             if FP8:
-                # The bits of a float16 that is 256 times smaller; also right for numbers below the normal ones.
+                # The bits of a float16 that is 256 times smaller; also right for subnormal numbers.
                 bits = ((packed & 0x80) << 8) | ((packed & 0x7F) << 7)
                 weight = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             else:
-                # 2^BITS plus the number, by its bits: cheaper than a conversion. Both constants are part of the offset.
+                # Set the bits of 2^BITS plus the number: cheaper than a conversion. The offset has both constants.
                 number = (packed >> (half * BITS)) & (2**BITS - 1)
                 bits = (number << (23 - BITS)) | ((127 + BITS) << 23)
                 weight = bits.to(tl.float32, bitcast=True)
@@ -88,7 +88,7 @@ def linear_kernel(
                 if not FP8:
                     weight = weight - ADDED
             else:
-                # The group of padding may not exist.
+                # Padding may belong to a group that does not exist.
                 index = (tile * HALVES + half) * TILE + tl.arange(0, SCALES) * (TILE // SCALES)
                 at = (tl.minimum(index, in_features - 1) // group)[None, :] * out_features + row[:, None]
                 scale = tl.load(scale_ptr + at).to(tl.float32)
@@ -135,7 +135,7 @@ def product(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_tokens, in_features = x.shape
     per_output = bits == 8 and group == in_features and offsets is None
-    tensor_cores = architecture_of(x.device) >= 80  # that Triton uses
+    tensor_cores = architecture_of(x.device) >= 80  # tensor cores that Triton uses
     options = linear_options(num_tokens, x.dtype, packed.dtype, bits, 0 if per_output else group, tensor_cores)
     num_tiles, out_features = packed.shape[1] // TILE, len(packed)
     blocks = triton.cdiv(out_features, options["OUTPUTS"]) * triton.cdiv(num_tokens, options["TOKENS"])
@@ -157,8 +157,10 @@ def product(
 
 
 def choose_split(num_tiles: int, blocks: int, num_processors: int) -> int:
-    """How many tiles a split has, such that each processor runs about two programs, but a split has at least
-    SPLIT_TILES. blocks: programs without splits."""
+    """How many tiles a split has: such that each processor runs about two programs, but at least SPLIT_TILES.
+
+    Args: blocks: the number of programs without splits.
+    """
     splits = max(1, min(2 * num_processors // blocks, num_tiles // SPLIT_TILES))
     return triton.cdiv(num_tiles, splits)
 
@@ -170,7 +172,7 @@ def linear_options(
 
     Args:
         group: 0: an output has one scale and no offset.
-        fast: whether there are tensor cores that Triton uses: Ampere and later.
+        fast: whether the GPU has tensor cores that Triton uses (Ampere and later).
     """
     wide = dtype.itemsize > 2 or not fast
     most = 32 if wide else 128
@@ -193,8 +195,8 @@ def linear_options(
 
 
 def has_scaled_product(x: Tensor, out_features: int) -> bool:
-    """Whether to round x [T, in] to fp8, too: for enough tokens, on a GPU that multiplies fp8. torch's product with a
-    scale for each row takes bfloat16, and sizes that are multiples of 16."""
+    """Whether to round x [T, in] to fp8, too: for enough tokens, on a GPU that multiplies fp8. torch's product with
+    row-wise scales needs bfloat16, and sizes that are multiples of 16."""
     if len(x) < SCALED_TOKENS or x.dtype != torch.bfloat16 or x.shape[1] % 16 or out_features % 16:
         return False
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
@@ -214,8 +216,8 @@ def round_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scales).clamp(torch.finfo(FP8).min, torch.finfo(FP8).max).to(FP8), scales
 
 
-# An operator that torch.compile does not look into: its launches depend on the number of tokens, for which compiled
-# layers have only two versions.
+# An operator, which torch.compile does not look into: its launches depend on the number of tokens, and compiled layers
+# have only two versions for all numbers.
 library = torch.library.Library("nanopage", "FRAGMENT")
 library.define(
     "quantized_linear(Tensor x, Tensor packed, Tensor scales, Tensor? offsets, Tensor? bias, int bits, int group, "

@@ -2,9 +2,9 @@
 
     weight = scale * (integer - zero)  or  scale * integer - offset  or  scale * float8
 
-Rows are outputs. TILE bytes of a row are one tile of a program: TILE inputs of 8 bits, or twice as many of 4 bits. The
-low halves of these bytes are the first TILE inputs, the high halves are the next TILE, so that no weight has to move to
-another thread. Scales, and offsets or zeros, are [groups, out], so that programs read adjacent ones.
+Rows are outputs. TILE bytes of a row are one tile of a program: TILE inputs of 8 bits, or twice as many of 4 bits. With
+4 bits, the low halves of the bytes are the first TILE inputs and the high halves are the next TILE, so that no weight
+has to move to another thread. Scales, and offsets or zeros, are [groups, out], so that programs read adjacent numbers.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from nanopage.cpu.tile_linear import Blocks
 TILE = 64  # bytes
 MIDDLE = 128  # added to integers of 8 bits, which are signed
 FP8 = torch.float8_e4m3fn
-CHUNK = 2**24  # weights that are rounded at once: float32 takes more memory
+CHUNK = 2**24  # weights that are rounded at once, because float32 takes more memory
 
 
 @dataclass
@@ -30,7 +30,7 @@ class QuantizedMatrix:
 
     packed: [out, bytes], rows padded to a multiple of TILE bytes. Of 4 bits: uint8, 0 to 15. Of 8 bits: uint8, the
         integer plus MIDDLE. Of fp8: float8_e4m3fn.
-    scales: a floating type [groups, out]. Padding beyond `in_features` has any scale.
+    scales: a floating type [groups, out]. Padding beyond `in_features` may have any scale.
     offsets: a floating type [groups, out], or None for zeros.
     zero_points: whether `offsets` are zero points, in units of the integers.
     bits: 4 or 8.
@@ -59,7 +59,7 @@ def pack(
     """Args: integers: int8 or uint8 [out, in], from 0 to 15 or signed. The others as in QuantizedMatrix."""
     in_features = integers.shape[1]
     if bits == 8:
-        packed = F.pad(integers, (0, -in_features % TILE)).view(torch.uint8) ^ MIDDLE  # adds it
+        packed = F.pad(integers, (0, -in_features % TILE)).view(torch.uint8) ^ MIDDLE  # adds MIDDLE
     else:
         low, high = F.pad(integers, (0, -in_features % (2 * TILE))).unflatten(1, (-1, 2, TILE)).unbind(2)
         packed = (low | high << 4).flatten(1).view(torch.uint8)
@@ -67,7 +67,7 @@ def pack(
 
 
 def from_blocks(blocks: Blocks) -> QuantizedMatrix:
-    """A weight as tiles on a CPU have it, with scales and offsets in float16."""
+    """Convert a weight in the form that tiles on a CPU have. Scales and offsets become float16."""
     group = blocks.integers.shape[1] // blocks.scales.shape[1]
     scales, offsets = (
         None if part is None else part.T.to(torch.float16).contiguous() for part in (blocks.scales, blocks.offsets)
@@ -78,7 +78,7 @@ def from_blocks(blocks: Blocks) -> QuantizedMatrix:
 
 def round_to_int4(weight: Tensor) -> QuantizedMatrix:
     """Round a weight [out, in] of any floating type to 4 bits, with a scale and an offset for each INT4_GROUP inputs.
-    in: a multiple of it."""
+    in: a multiple of INT4_GROUP."""
     return join([from_blocks(tile_linear.round_to_int4(part)) for part in _chunks(weight)])
 
 
@@ -107,7 +107,7 @@ def _chunks(weight: Tensor) -> Iterator[Tensor]:
 
 
 def join(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
-    """One weight of the rows of all parts, which have the same format."""
+    """Join the rows of all parts, which have the same format, to one weight."""
     first = parts[0]
     packed = torch.cat([part.packed.view(torch.uint8) for part in parts]).view(first.packed.dtype)
     scales = torch.cat([part.scales for part in parts], 1)

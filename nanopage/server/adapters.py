@@ -1,5 +1,5 @@
-"""The LoRA adapters of a server: each is a model of its own for clients. POST /v1/load_lora_adapter and
-/v1/unload_lora_adapter, as vLLM has them."""
+"""The LoRA adapters of a server: clients see each one as a separate model. POST /v1/load_lora_adapter and
+/v1/unload_lora_adapter, as in vLLM."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ MAX_NAME = 256  # characters
 
 
 class LoadBody(BaseModel):
-    """lora_path: a directory of the server's machine."""
+    """lora_path: a directory on the server's machine."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: str
@@ -23,7 +23,7 @@ class LoadBody(BaseModel):
 
 
 class UnloadBody(BaseModel):
-    """lora_int_id: accepted as in vLLM; must be that of the adapter."""
+    """lora_int_id: accepted as in vLLM; it must be the adapter's id."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     lora_name: str
@@ -31,21 +31,21 @@ class UnloadBody(BaseModel):
 
 
 class ServedAdapters:
-    """The adapters that clients may name. Ids are never used again, so that an adapter that is loaded again under its
-    name does not find the cached prefixes of the old one."""
+    """The adapters that clients may name. Ids are never used again, so that an adapter that is reloaded under the same
+    name does not find the cached prefixes of the old adapter."""
 
     def __init__(self) -> None:
         self.requests: dict[str, LoRARequest] = {}
         self._next_id = 1
 
     def check(self, llm: AsyncLLM, name: str, path: str) -> LoRARequest:
-        """An adapter whose files fit the model. Reads their headers. Raises: ValueError."""
+        """Make an adapter, if its files fit the model. Reads the headers of the files. Raises: ValueError."""
         self._next_id, number = self._next_id + 1, self._next_id
         if not path:
             raise ValueError("lora_path is empty")
         try:
             directory = Path(path).expanduser().absolute()
-        except RuntimeError as error:  # ~ of a user that does not exist
+        except RuntimeError as error:  # "~name" without such a user
             raise ValueError(f"lora_path={path[:MAX_NAME]!r}: {error}") from None
         request = LoRARequest(name, number, str(directory))
         _adapters(llm).check(request)
@@ -66,7 +66,7 @@ class ServedAdapters:
         except (ValueError, TypeError) as error:
             raise ApiError(400, str(error), param="lora_path") from None
         try:
-            self._check_free(model_names, body.lora_name)  # another call may have taken it meanwhile
+            self._check_free(model_names, body.lora_name)  # another call may have taken the name meanwhile
         except ApiError:
             _adapters(llm).forget(request.lora_int_id)
             raise
@@ -74,7 +74,7 @@ class ServedAdapters:
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     def unload(self, llm: AsyncLLM, body: UnloadBody) -> str:
-        """Requests that run go on. Raises: ApiError if there is no such adapter."""
+        """Remove an adapter. Running requests go on. Raises: ApiError if there is no such adapter."""
         request = self.requests.get(body.lora_name)
         if request is None or body.lora_int_id not in (None, request.lora_int_id):
             raise ApiError(404, f"there is no adapter {body.lora_name[:MAX_NAME]!r}", param="lora_name")
@@ -88,7 +88,7 @@ class ServedAdapters:
 
 
 def _adapters(llm: AsyncLLM) -> Adapters:
-    """The engine's. Raises: ValueError if it has none."""
+    """The engine's Adapters. Raises: ValueError if it has none."""
     if (adapters := llm.engine.input_processor.adapters) is None:
         raise ValueError("lora_request needs enable_lora=True")
     return adapters

@@ -107,9 +107,9 @@ def guard(
     """An application behind keys and limits.
 
     Args:
-        routes: its paths are those that the metrics tell apart.
+        routes: the application with the paths that the metrics tell apart.
         api_keys, hosts, public_metrics, root_path: as in `create_app`.
-        app: what answers; None: the routes.
+        app: the application that answers. None: `routes`.
     """
     paths = [route.path for route in routes.routes if hasattr(route, "path")]
     open_paths = [*OPEN_PATHS, *(["/metrics"] if public_metrics else []), *(["/view"] if state.view else [])]
@@ -117,7 +117,7 @@ def guard(
 
 
 def create_routes(state: ServerState) -> FastAPI:
-    """The routes, without what Gate checks. They need its `scope["nanopage.key"]` and `scope["nanopage.send"]`."""
+    """The routes, without Gate's checks. They need Gate's `scope["nanopage.key"]` and `scope["nanopage.send"]`."""
     app = FastAPI(
         title="nanopage",
         version=nanopage.__version__,
@@ -299,7 +299,7 @@ async def _generate(
         logger.info(f"{request.url.path} {call.id}: {how} after {time.perf_counter() - started:.2f} s")
 
     try:
-        # Each leaves `entering` when it is in the engine, which counts it from then on.
+        # Each request leaves `entering` when it is in the engine, which counts it from then on.
         generation = await unless_gone(request, call.start(lambda: state.leave(entering)))
     except BaseException as error:
         state.num_active -= 1
@@ -326,7 +326,7 @@ async def _generate(
 
 
 def _find_ignored(state: ServerState, llm: AsyncLLM, body: Body) -> list[str]:
-    """The fields to be listed. Raises: ApiError for a field that is refused."""
+    """The ignored fields to be listed. Raises: ApiError for a field that is refused."""
     ignored = body.check_unknown(state.strict_fields)
     if isinstance(body, ChatBody | ResponsesBody | TokenizeBody):
         ignored += template_kwargs(llm, body)[1]
@@ -336,7 +336,7 @@ def _find_ignored(state: ServerState, llm: AsyncLLM, body: Body) -> list[str]:
 
 
 def _size(prompt: str | list[int] | dict) -> int:
-    """An estimate of a prompt's tokens: of text, a token has about four characters."""
+    """An estimate of a prompt's tokens: a token of text has about four characters."""
     if isinstance(prompt, dict):
         return sum(map(_size, prompt.values()))
     return len(prompt) // 4 + 1 if isinstance(prompt, str) else len(prompt)
@@ -379,7 +379,7 @@ def load_engine(engine_args: EngineArgs) -> AsyncLLM:
 
 
 def changed_defaults(llm: AsyncLLM) -> dict[str, Any]:
-    """The parameters that the model's generation_config.json changes for requests that leave them out."""
+    """The parameters that the model's generation_config.json sets for requests that leave them out."""
     given, plain = asdict(llm.engine.default_sampling_params), asdict(SamplingParams())
     return {name: value for name, value in given.items() if value != plain[name] and name in SamplingBody.model_fields}
 

@@ -25,24 +25,24 @@ LOOK = 256  # characters that are read at a time to see whether a reply begins w
 
 @dataclass(slots=True)
 class Thinking:
-    """How much of a completion is reasoning. Each call looks only at what is new: usage may go with every chunk.
+    """How much of a completion is reasoning. Each call looks only at new text, because every chunk may have usage.
 
     reader: reads the text until it is certain whether there is reasoning; then None.
-    thinks: whether there is.
-    length: tokens up to `</think>`, once that is there.
+    thinks: whether there is reasoning.
+    length: tokens up to `</think>`, once that has come.
     """
 
     reader: ReplyReader | None
     thinks: bool = False
     length: int | None = None
-    num_chars: int = 0  # that have been looked at
+    num_chars: int = 0  # characters that have been looked at
     num_tokens: int = 0
 
     def count(self, completion: CompletionOutput, end_id: int | None) -> int:
         """The tokens of the reasoning so far.
 
         Args:
-            completion: with at least the text and the tokens of the call before.
+            completion: has at least the text and the tokens of the previous call.
             end_id: the token `</think>`; None if that is several tokens.
         """
         if self.length is None:
@@ -60,7 +60,7 @@ class Thinking:
         return self.num_tokens if self.thinks else 0
 
     def _look(self, pieces: list[Piece]) -> None:
-        if pieces:  # the first tells: reasoning comes before everything else
+        if pieces:  # the first piece decides: reasoning comes before everything else
             self.thinks, self.reader = isinstance(pieces[0], Reasoning), None
 
 
@@ -69,7 +69,7 @@ class Chat:
 
     Args:
         model: the name the client knows the model by.
-        adapter: what the engine adds to the model under this name.
+        adapter: the adapter that the engine adds to the model for this name.
         options: how the server treats tools.
 
     Raises: ApiError for fields that are out of range or contradict each other.
@@ -100,7 +100,7 @@ class Chat:
             tokens = min(self.params.max_tokens or llm.engine.max_model_len, llm.engine.max_model_len)
             body.check_logprobs(body.n, tokens, logprobs)
         self.copies = body.n // self.params.n
-        self.outputs: list[RequestOutput] = []  # the latest of the request
+        self.outputs: list[RequestOutput] = []  # the request's latest output
         self.reasoning: bool | None = None  # as in ReplyReader
         self.readers: dict[int, ReplyReader | None] = {}  # of each choice, while they stream
         self.thinking: dict[int, Thinking] = {}  # of each completion
@@ -122,7 +122,7 @@ class Chat:
         self.reasoning, tokenizer = prompt["reasoning"], self.llm.engine.tokenizer
         marks = () if self.reasoning is None else (THINK, END_THINK)
         if self.reads_calls or any(is_special(tokenizer, mark) for mark in marks):
-            self.params.skip_special_tokens = False  # they are marks of calls or of reasoning
+            self.params.skip_special_tokens = False  # special tokens are marks of calls or of reasoning
         try:
             return await start(self.llm, [prompt], self.params, self.body, entered, self.adapter)
         except ApiError as error:
@@ -131,7 +131,7 @@ class Chat:
             raise
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
-        """All choices. Takes long where there are many log-probabilities."""
+        """All choices. Takes long if there are many log-probabilities."""
         self.outputs, choices = outputs, []
         for completion in self.outputs[0].outputs:
             logprobs = self._logprobs(completion, 0)
@@ -169,7 +169,7 @@ class Chat:
             yield self._envelope("chat.completion.chunk", []) | {"usage": self.usage()}
 
     def read(self, completion: CompletionOutput) -> tuple[Reply, list[Piece]]:
-        """A whole completion, and its parts in order."""
+        """A completion as a whole reply, and its parts in order."""
         reader = self.use.make_reader(self.reasoning)
         if reader is None:
             return Reply(content=completion.text), [Content(completion.text)] if completion.text else []
@@ -177,7 +177,7 @@ class Chat:
         return reader.whole, pieces
 
     def pieces(self, change: Change) -> list[Piece]:
-        """The parts of what is new in a choice."""
+        """The new parts of a choice."""
         if change.index not in self.readers:
             self.readers[change.index] = self.use.make_reader(self.reasoning)
         reader = self.readers[change.index]
@@ -244,7 +244,7 @@ class Chat:
         return counts
 
     def num_reasoning_tokens(self) -> int:
-        """The tokens of all completions up to `</think>`, if that is a token."""
+        """The tokens of all completions up to `</think>`, if that is a single token."""
         if self.reasoning is None or self.llm.engine.tokenizer is None:
             return 0
         end, total = self.llm.engine.tokenizer.backend.token_to_id(END_THINK), 0

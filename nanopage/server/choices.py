@@ -27,8 +27,8 @@ async def changes(generation: Generation, n: int, copies: int) -> AsyncIterator[
     """The changes of all choices as they come. The last one of a choice has a `finish_reason`.
 
     Args:
-        n: completions that a prompt has.
-        copies: choices that each completion stands for.
+        n: the number of completions of a prompt.
+        copies: the number of choices that each completion stands for.
     """
     num_seen: defaultdict[int, int] = defaultdict(int)  # of each completion
     finished = set()

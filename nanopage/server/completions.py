@@ -16,9 +16,9 @@ from nanopage.server.logprobs import TextOffsets, completion_logprobs
 from nanopage.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 from nanopage.text.prompts import PromptTooLongError
 
-MAX_PROMPTS = 1024  # of one call
+MAX_PROMPTS = 1024  # in one call
 MAX_CHOICES = 4096  # prompts * n
-# Special tokens around the text before and after a gap: of Qwen's and of StarCoder's tokenizers.
+# Special tokens around the text before and after a gap, in Qwen's and in StarCoder's tokenizers.
 FILL_IN_THE_MIDDLE = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -54,7 +54,7 @@ class Completions:
             body.check_logprobs(body.n, prompt_tokens, body.logprobs)
         self.copies = body.n // self.params.n
         self.offsets: dict[int, TextOffsets] = {}  # of each choice
-        self.outputs: dict[int, RequestOutput] = {}  # the latest of each prompt
+        self.outputs: dict[int, RequestOutput] = {}  # each prompt's latest output
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the prompts into the engine. Arguments and errors are those of `generation.start`."""
@@ -67,7 +67,7 @@ class Completions:
         return await start(self.llm, prompts, self.params, self.body, entered, self.adapter)
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
-        """All choices. Takes long where there are many log-probabilities."""
+        """All choices. Takes long if there are many log-probabilities."""
         self.outputs = dict(enumerate(outputs))
         choices = []
         for prompt, output in self.outputs.items():

@@ -1,7 +1,7 @@
 """Connection: uvicorn's HTTP protocol with limits on what a client sends and on slow readers, without pipelining.
 
-httptools keeps headers and trailers, and uvicorn does not limit them. Of pipelined requests, it would not notice that
-the client of the first has gone. The size of bodies is limited by Gate, which reads them.
+httptools keeps headers and trailers, and uvicorn does not limit them. With pipelined requests, uvicorn would not notice
+that the client of the first one has gone. Gate, which reads the bodies, limits their size.
 """
 
 import asyncio
@@ -11,21 +11,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD = 64 << 10  # bytes of the request line and the headers
 HEAD_SECONDS = 30.0  # for a head to arrive, once a connection is open or a request has begun
-MAX_FRAMING = 2 * MAX_HEAD  # bytes of a request that are not body, besides an eighth of the body: chunks and trailers
-LINGER_SECONDS = 5.0  # for the rest of a request that has been answered already
-READ_SECONDS = 120.0  # for the buffer of what is sent to drain, once it is full
+MAX_FRAMING = 2 * MAX_HEAD  # bytes of chunk headers and trailers that a request may have, plus an eighth of its body
+LINGER_SECONDS = 5.0  # for the rest of a request to arrive that has been answered already
+READ_SECONDS = 120.0  # for a full send buffer to drain
 
 
 class Connection(HttpToolsProtocol):
-    """Closes the connection of a client whose request has a head that is too large or too slow, has too much around its
-    body, does not end once it has been answered, or is pipelined, and of a client that does not read its reply."""
+    """Closes the connection if the request's head is too large or too slow, if there is too much around its body, if it
+    does not end once it has been answered, if it is pipelined, or if the client does not read its reply."""
 
     _parsed = 0  # bytes of the URL and of the headers that are complete
-    _received = 0  # bytes of reads that ended within the head
+    _received = 0  # bytes of all reads that ended within the head
     _in_head = True
     _is_whole = False  # the request has arrived
     _num_body = 0  # bytes of its body so far
-    _num_other = 0  # bytes of the reads that had something else, without the body in them
+    _num_other = 0  # bytes other than body in the reads that had any
     _timer: asyncio.TimerHandle | None = None  # for the head, or for the rest of a request that has been answered
     _stalled: asyncio.TimerHandle | None = None  # runs while the client does not read
 
@@ -96,9 +96,9 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_whole or self.transport.is_closing():
             return
-        if self.expect_100_continue and not self._num_body:  # the client may not send the body any more
+        if self.expect_100_continue and not self._num_body:  # the client may no longer send the body
             self.transport.close()
-        elif self._timer is None:  # closing at once could lose the reply on its way to a client that still sends
+        elif self._timer is None:  # closing at once could lose the reply to a client that still sends
             self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def _begin_head(self) -> None:

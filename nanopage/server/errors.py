@@ -8,8 +8,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-UNION_MEMBERS = ("str", "list[str]", "list[int]", "list[list[int]]")  # pydantic's names, in the path of an error
-MAX_MESSAGE = 1000  # characters: a message may quote what the client sent
+UNION_MEMBERS = ("str", "list[str]", "list[int]", "list[list[int]]")  # as pydantic names them in an error's path
+MAX_MESSAGE = 1000  # characters, because a message may quote what the client sent
 MAX_PARAM = 200
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -20,7 +20,7 @@ class ApiError(Exception):
     Args:
         param: the field that is wrong, such as "messages[2].content".
         code: what a program can test.
-        retry_after: seconds after which the client may try again. Without it, clients are told not to.
+        retry_after: seconds after which the client may try again. Without it, clients are told not to retry.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
     """A 400 for a ValueError or TypeError of the engine, whose message begins with the name of what is wrong.
 
     Args:
-        fields: names that may be the `param`. If the prompt is wrong, it is the last of these.
+        fields: names that may be the `param`. If the prompt is wrong, the `param` is the last of these.
     """
-    message = re.sub(r"(/[\w.-]+)+/(?=[\w.-])", "", str(error))  # names of files, without their directories
+    message = re.sub(r"(/[\w.-]+)+/(?=[\w.-])", "", str(error))  # removes the directories of file names
     if re.match("(the |a )?prompt(?!_name)", message):
         return ApiError(400, re.sub(r"^prompt_token_ids\b", fields[-1], message), param=fields[-1])
     match = re.match(r"(\w+)(\[(\d+|'\w+')\])*", message)
@@ -69,7 +69,7 @@ def unsupported(field: str, why: str) -> ApiError:
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """What pydantic says of a body, with the path of the first field that is wrong."""
+    """Pydantic's error for a body, with the path of the first field that is wrong."""
     first = error.errors()[0]
     path = list(itertools.takewhile(lambda part: not _is_union_member(part), first["loc"][1:]))
     message = first["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""The fields that nanopage has no use for, in a body and in the objects inside it: messages, tools, and input items.
+"""Unknown fields of a body, and of the objects inside it: messages, tools, and input items.
 
 A field that is null counts as absent. An unknown field is refused by name if leaving it out would change what the
 client gets (`REFUSED`, `REFUSED_INSIDE`), and ignored otherwise. Ignored fields are listed in the header
@@ -18,7 +18,7 @@ NO_TOOLS = "use /v1/chat/completions"
 NO_GRAMMAR = "use response_format or structured_outputs"
 NO_AUDIO = "models read and write text"
 
-# field -> (the values that ask for nothing, why others are refused)
+# field -> (the values that ask for nothing, why other values are refused)
 REFUSED: dict[str, tuple[tuple, str]] = {
     "tools": ((), NO_TOOLS),
     "tool_choice": (("none", "auto"), NO_TOOLS),
@@ -93,7 +93,7 @@ RESPONSES = {
     "tools[]": ("type", *TOOL),
     "tool_choice": ("type", "name", "function"),
 }
-# What would change the answer. Empty values ask for nothing.
+# Fields that would change the answer. Empty values ask for nothing.
 REFUSED_INSIDE = {
     **dict.fromkeys(("images", "image", "image_url", "videos", "video"), "models read and write text"),
     **dict.fromkeys(("audio", "input_audio"), "models read and write text"),
@@ -114,9 +114,9 @@ def check_unknown(
     """The ignored fields to be listed, at most 50.
 
     Args:
-        strict: refuse these as well.
+        strict: refuse ignored fields as well.
         refused: fields, as in `REFUSED`.
-        known: the fields of objects inside: CHAT or RESPONSES.
+        known: the known fields of the objects inside: CHAT or RESPONSES.
         path: what precedes the names of the fields, such as "stream_options.".
 
     Raises: ApiError for a field that is refused.

@@ -8,7 +8,7 @@ from nanopage.params import StructuredOutputsParams
 from nanopage.server.errors import ApiError, unsupported
 
 FIELDS = {"text": ("type",), "json_object": ("type",), "json_schema": ("type", "json_schema")}
-FIELD = r"structured_outputs(\.\w+)?"  # what messages of the engine begin with
+FIELD = r"structured_outputs(\.\w+)?"  # how the engine's messages begin
 SCHEMA_FIELDS = {
     "name": (str, "a string"),
     "description": (str, "a string"),

@@ -1,11 +1,11 @@
-"""Front: the server's application before the replicas of one model on Ray Serve (`nanopage serve --replicas`).
+"""Front: the server's application in front of the replicas of one model on Ray Serve (`nanopage serve --replicas`).
 
     client -- Front (one process) -- Ray Serve -- Replica (a process, an engine) ... Replica
 
-Like the application of a server with one engine, it is behind Gate, which checks keys, hosts and bodies. It hands each
-call that needs the model to a replica (replica.py), unchanged. What the replica's routes send comes back as a stream.
-Front decides with `Router` which replica gets a call (route.py). Ray Serve starts replicas, checks their health,
-replaces those that have died, and changes their number.
+Like the application of a server with one engine, Front is behind Gate, which checks keys, hosts and bodies. Front hands
+each call that needs the model, unchanged, to a replica (replica.py). The replica's reply comes back as a stream. Front
+uses `Router` to choose the replica of a call (route.py). Ray Serve starts replicas, checks their health, replaces dead
+replicas, and changes their number.
 """
 
 import asyncio
@@ -44,25 +44,25 @@ logger = logging.getLogger("nanopage")
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 POOLING_PATHS = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
 POSTS = (*TEXT_PATHS, *POOLING_PATHS, "/tokenize", "/detokenize")
-GETS = ("/v1/models", "/tokenizer_info")  # and what begins so
-HEADERS = (b"content-type", b"traceparent", b"tracestate")  # of a client, that a replica gets to see
-MAX_CALLS = 100_000  # of a replica at once for Ray Serve: the replica's own limits are what counts
-SECONDS_TO_STOP = 5.0  # for replicas without calls
+GETS = ("/v1/models", "/tokenizer_info")  # and paths that begin with them
+HEADERS = (b"content-type", b"traceparent", b"tracestate")  # the client's headers that a replica gets
+MAX_CALLS = 100_000  # at once in a replica, for Ray Serve: the replica's own limits decide
+SECONDS_TO_STOP = 5.0  # for replicas without calls to stop
 HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
-MAX_ATTEMPTS = 3  # of a call whose replicas die: it may be what kills them
+MAX_ATTEMPTS = 3  # at a call whose replicas die: the call may be what kills them
 REPLICA = "Replica"  # the deployment's name
-# An event that says that the engine has died. Nothing that a client has sent can be in it.
+# The event that says that the engine has died. It cannot contain anything that a client has sent.
 ERROR, ENGINE_DEAD = b'data: {"error":', b'"code":"engine_dead"'
 LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
 @dataclass
 class Reply:
-    """What has come of a reply, and how much of it the client has.
+    """The part of a reply that has come, and how much of it the client has.
 
-    begun: the client has the head.
-    num_events: of a stream, that the client has. With the first, the call cannot be run again.
-    complete: the client has the last event.
+    begun: whether the client has the head.
+    num_events: events of a stream that the client has. After the first event, the call cannot be run again.
+    complete: whether the client has the last event.
     """
 
     begun: bool = False
@@ -77,13 +77,13 @@ class ReplicaGoneError(Exception):
 
 
 def resources_of_replica(most: int, device: str, num_workers: int) -> dict[str, float]:
-    """The CPUs and GPUs of each replica: if the cluster has GPUs, one for each worker, else an equal share of the cores
-    of a node. Ray limits the threads of a replica to its CPUs.
+    """The CPUs and GPUs of each replica: one GPU for each worker if the cluster has GPUs, else an equal share of a
+    node's cores. Ray limits the threads of a replica to its CPUs.
 
     Args:
         most: the largest number of replicas.
-        device: of their engines, as in EngineConfig.
-        num_workers: of each engine.
+        device: the device of their engines, as in EngineConfig.
+        num_workers: the number of workers of each engine.
     """
     if device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0):
         return {"num_cpus": 1, "num_gpus": num_workers}
@@ -92,16 +92,16 @@ def resources_of_replica(most: int, device: str, num_workers: int) -> dict[str, 
 
 
 class Front:
-    """The server's application before the replicas, and what starts and stops them.
+    """The server's application in front of the replicas. It also starts and stops them.
 
     Args:
-        state: what Front knows of the server. It has no engine.
+        state: the server's state, without an engine.
         settings: for each replica.
-        num_replicas: the number of replicas, or the least with `max_replicas`.
+        num_replicas: the number of replicas. With `max_replicas`: the smallest number.
         max_replicas: start at most this many replicas, and stop idle ones, so that each has about
             `target_ongoing_requests`.
         actor_options: CPUs and GPUs of a replica.
-        seconds_to_stop: for the running calls of a replica that is no longer needed.
+        seconds_to_stop: time for the running calls of a replica that is no longer needed.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class Front:
         return self._request_router is not None
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the replicas, and wait until all can answer. For a thread.
+        """Start the replicas, and wait until all can answer. Blocks: call it in a thread.
 
-        Args: loop: what Front is called in.
+        Args: loop: the event loop that calls Front.
         Raises: RuntimeError saying why a replica could not start.
         """
         scaling: dict[str, Any] = {"num_replicas": self.num_replicas}
@@ -158,7 +158,7 @@ class Front:
             graceful_shutdown_timeout_s=self.seconds_to_stop,
             graceful_shutdown_wait_loop_s=0.1,
             health_check_period_s=HEALTH_SECONDS,
-            max_constructor_retry_count=1,  # until one has started; from then on, Ray Serve never gives up
+            max_constructor_retry_count=1,  # until a replica has started; from then on, Ray Serve never gives up
             logging_config=LOGGING,
             request_router_config={"request_router_class": f"{__name__}.{ReplicaRouter.__name__}"},
         )(Replica)
@@ -174,7 +174,7 @@ class Front:
         asyncio.run_coroutine_threadsafe(self._open(), loop).result()
 
     def _why_not_started(self) -> str:
-        """What Ray Serve says of the replicas that did not start. Of a traceback, its last line."""
+        """What Ray Serve says of the replicas that did not start, with only the last line of a traceback."""
         application = serve.status().applications.get(self.name)
         if application is None or REPLICA not in application.deployments:
             return ""
@@ -182,7 +182,7 @@ class Front:
 
     async def _open(self) -> None:
         handle = serve.get_app_handle(self.name)
-        handle._init(_run_router_in_separate_loop=False)  # a thread for it would only be in the way
+        handle._init(_run_router_in_separate_loop=False)  # a separate thread for the router would only be in the way
         self._handle = handle
         route = Route(self.router, [], 0, self.dead)
         async for _ in self._send(Call("GET", "/v1/models", [], b"", "", route)):
@@ -190,20 +190,20 @@ class Front:
         self._request_router = route.request_router
 
     async def stop(self) -> None:
-        """End the calls that still run with an error, then the replicas. Those that hang are left to Ray."""
+        """End the calls that still run with an error, then end the replicas. Ray ends hung replicas."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=SECONDS_TO_STOP)  # not for clients that do not read
-        with contextlib.suppress(Exception):  # there is no cluster any more
+        with contextlib.suppress(Exception):  # the cluster may be gone
             await asyncio.wait_for(asyncio.to_thread(serve.delete, self.name, _blocking=False), SECONDS_TO_STOP)
             async with asyncio.timeout(SECONDS_TO_STOP):
                 while self.name in (await asyncio.to_thread(serve.status)).applications:
                     await asyncio.sleep(0.1)
 
     def close(self) -> None:
-        """Leave the cluster, once the server has stopped. One that this process has started ends."""
+        """Leave the cluster, once the server has stopped. If this process has started the cluster, it ends."""
         ray.shutdown()
 
     def is_busy(self) -> bool:
@@ -277,8 +277,8 @@ class Front:
 
         Args:
             send: for the head.
-            direct: for the rest, without the layers between.
-        Raises: ApiError if the client has got nothing.
+            direct: for the rest of the reply; bypasses the layers in between.
+        Raises: ApiError if the client has received nothing.
         """
         assert call.route is not None
         num_attempts = 1
@@ -317,14 +317,14 @@ class Front:
             await self._end_stream(call, reply, stopped, direct)
         except OSError:  # the connection has broken
             raise
-        except Exception:  # of the replica's routes, which it has logged as well
+        except Exception:  # raised by the replica's routes; the replica has logged it as well
             logger.exception(f"{call.path}: failed")
             failed = ApiError(500, "an error of the server: its log says more", code="internal_error")
             if not reply.begun:
                 raise failed from None
             await self._end_stream(call, reply, failed, direct)
         finally:
-            self.num_retried += max(0, call.route.num_choices - num_attempts)  # those of Ray Serve itself
+            self.num_retried += max(0, call.route.num_choices - num_attempts)  # attempts by Ray Serve itself
             call.route.end()
 
     async def _attempt(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
@@ -391,7 +391,7 @@ class Front:
         if reply.complete:
             return
         event = error.body()
-        if call.path == "/v1/responses":  # whose events have a type and a number
+        if call.path == "/v1/responses":  # its events have a type and a number
             event |= event["error"] | {"type": "error", "sequence_number": reply.num_events}
         await direct({"type": "http.response.body", "body": encode_event(event) + DONE, "more_body": False})
 

@@ -24,7 +24,7 @@ class Generation:
     """Requests that are in the engine. `aclose` aborts those that have not finished.
 
     body: what the client has asked for.
-    streams: one for each prompt.
+    streams: one stream for each prompt.
     on_finish: called with the last output of each request that has ended, before it is read.
     """
 
@@ -96,8 +96,8 @@ async def start(
 
     Args:
         prompts: dicts as the engine takes them.
-        entered: called after each.
-        adapter: of all prompts.
+        entered: called after each request.
+        adapter: the adapter of all prompts.
 
     Raises: ApiError, EngineDeadError.
     """

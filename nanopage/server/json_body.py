@@ -1,7 +1,7 @@
 """The JSON of a body, checked once for all endpoints before anything else sees it.
 
-Texts have no lone surrogates, numbers are finite and integers have at most 64 bits, and nothing is nested deeply. So
-what a client has sent can always be encoded again, and no recursion over it fails.
+Texts have no lone surrogates, numbers are finite, integers have at most 64 bits, and nothing is nested deeply. So what
+a client has sent can always be encoded again, and recursion over it never fails.
 """
 
 import json
@@ -19,11 +19,11 @@ from nanopage.files.model_files import find_surrogate
 from nanopage.server.errors import ApiError
 
 MAX_DEPTH = 64  # of arrays and objects
-LEAST, MOST = -(2**63), 2**64 - 1  # of integers: what JSON encoders of other languages take
+LEAST, MOST = -(2**63), 2**64 - 1  # for integers: the range that JSON encoders of other languages take
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is read by `read_json`."""
+    """A route that reads its body with `read_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -58,7 +58,7 @@ def read_json(body: bytes) -> Any:
 
 
 def _read_to_explain(body: bytes) -> Any:
-    """The value of a body that msgspec refuses, so that the error can name the field."""
+    """Parse a body that msgspec refuses, so that the error can name the field."""
     try:
         return json.loads(body, parse_int=lambda digits: int(digits) if len(digits) < 30 else MOST + 1)
     except RecursionError:
@@ -69,8 +69,8 @@ def _read_to_explain(body: bytes) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the integers and the depth of a value that msgspec has read are within bounds. Four megabytes may hold
-    two million integers, so this looks at a whole level at once."""
+    """Whether the integers and the depth of a value that msgspec has read are within bounds. Looks at a whole level at
+    once, because four megabytes may hold two million integers."""
     level = [[value]]
     for _ in range(MAX_DEPTH + 1):
         items = list(chain.from_iterable([each.values() if type(each) is dict else each for each in level]))

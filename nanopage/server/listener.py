@@ -1,8 +1,8 @@
 """Listening sockets, and Listener, which accepts connections only while file descriptors are left.
 
-When a process has no descriptor left, uvloop closes the connections that wait, and their clients read a reset (libuv's
-uv__emfile_trick). Here they stay in the kernel's queue until others have ended. A few descriptors are kept back, so
-that running requests can still open files and start processes.
+When a process has no descriptor left, uvloop closes the waiting connections, and their clients read a reset (libuv's
+uv__emfile_trick). Here, waiting connections stay in the kernel's queue until others have ended. A few descriptors are
+held in reserve, so that running requests can still open files and start processes.
 """
 
 import asyncio
@@ -18,14 +18,14 @@ from collections.abc import Callable
 
 logger = logging.getLogger("nanopage")
 
-BACKLOG = 2048  # connections in the kernel's queue, which bounds it as well (net.core.somaxconn)
+BACKLOG = 2048  # connections in the kernel's queue; the kernel may set a lower limit (net.core.somaxconn)
 RESERVE = 16  # file descriptors that connections leave to others
-SECONDS_TO_WAIT = 0.05  # until a listener without descriptors looks again
-WANTED = 65536  # file descriptors
+SECONDS_TO_WAIT = 0.05  # before a listener without descriptors looks again
+WANTED = 65536  # the limit of file descriptors to ask for
 
 
 def raise_limit() -> int:
-    """Raise the limit of open files to what this process may have, up to WANTED. Returns the limit."""
+    """Raise the limit of open files to the most that this process may have, up to WANTED. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = WANTED if hard == resource.RLIM_INFINITY else min(WANTED, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -47,7 +47,7 @@ def listen(host: str, port: int, uds: str | None) -> list[socket.socket]:
 def _listen_at_path(path: str) -> socket.socket:
     mode = 0o666
     with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISSOCK(found := os.stat(path).st_mode):  # of a server that has ended
+        if stat.S_ISSOCK(found := os.stat(path).st_mode):  # left by a server that has ended
             mode = stat.S_IMODE(found)
             os.remove(path)
     sock = socket.socket(socket.AF_UNIX)
@@ -77,7 +77,7 @@ class Listener:
 
     Args:
         make_protocol: makes the asyncio protocol of a connection.
-        limit: of the process's file descriptors.
+        limit: the limit of the process's file descriptors.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Listener:
             connection, _ = sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError as error:  # of this process, or of the system
+        except OSError as error:  # this process or the system has no descriptor left
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(f"connections wait: {error.strerror} (the limit is {self._limit}: ulimit -n)")

@@ -4,9 +4,9 @@
     event loop: /view/events sends what is in the queue as server-sent events, 16 times a second at most
 
 The listener is there only while somebody watches. A watcher that falls too far behind loses frames and gets the whole
-state again. `POST /view/control` pauses the engine, lets it make steps, and lets it go on. A pause is a lease, which
-the page renews: a page that is frozen closes nothing. When no page has renewed it for LEASE_SECONDS, or the last
-watcher has gone, the engine goes on by itself.
+state again. `POST /view/control` pauses the engine, lets it make steps, and lets it go on. A pause is a lease that the
+page renews, because a frozen page does not close its connection. When no page has renewed the lease for LEASE_SECONDS,
+or the last watcher has gone, the engine goes on by itself.
 """
 
 import asyncio
@@ -39,14 +39,14 @@ VIEW_PATHS = ("/view", "/view/events", "/view/control", "/view/runs/{name}")
 VIEW = Path(nanopage.view.__file__).parent
 RUNS = VIEW / "runs"  # the recordings that come with nanopage
 MAX_WATCHERS = 8
-MAX_BEHIND = 2000  # frames that wait for a watcher
+MAX_BEHIND = 2000  # waiting frames of a watcher
 PACE_SECONDS = 0.06  # between messages to a watcher
-MAX_STEPS = 1000  # of one click
-LEASE_SECONDS = 30.0  # that a pause lasts after the last word from a page; a page renews it every 10 s
+MAX_STEPS = 1000  # in one click
+LEASE_SECONDS = 30.0  # a pause ends this long after a page last renewed it; a page renews it every 10 s
 
 
 class Control(BaseModel):
-    """The body of /view/control. `steps`: how many a paused engine makes."""
+    """The body of /view/control. `steps`: how many steps a paused engine makes."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -60,9 +60,9 @@ class Watcher:
     def __init__(self) -> None:
         self.loop, self.news = asyncio.get_running_loop(), asyncio.Event()
         self.events: deque[bytes] = deque()
-        self.behind = False  # it has lost frames, and gets no more before the whole state
+        self.behind = False  # frames were lost: the watcher gets no more before the whole state
         self.gone = False
-        self.asleep = False  # it waits for `news`
+        self.asleep = False  # the watcher waits for `news`
 
     def put(self, event: bytes) -> None:
         """For any thread."""
@@ -83,10 +83,10 @@ class Watcher:
         self.put(event)
 
     async def wait(self, seconds: float) -> None:
-        """Wait until there is an event, at most so long."""
+        """Wait for an event, at most this many seconds."""
         self.news.clear()
         self.asleep = True
-        if not self.events:  # none has come before `put` could see that this waits
+        if not self.events:  # no event came before `put` could see that this waits
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.news.wait(), seconds)
 
@@ -104,13 +104,13 @@ class LiveView:
 
     def __init__(self) -> None:
         self.num_watching = 0
-        self._watchers: list[Watcher] = []  # changed, like _frames, only by the engine's thread
+        self._watchers: list[Watcher] = []  # only the engine's thread changes this and _frames
         self._frames: Frames | None = None
         self._lease: asyncio.TimerHandle | None = None  # ends a pause
         self._tasks: set[asyncio.Task] = set()
 
     async def watch(self, llm: AsyncLLM, model: str) -> AsyncIterator[bytes]:
-        """Server-sent events for one more watcher. Raises: ApiError, before the first, if there are too many."""
+        """Server-sent events for one more watcher. Raises: ApiError, before the first, for too many watchers."""
         if self.num_watching >= MAX_WATCHERS:
             raise ApiError(429, f"{MAX_WATCHERS} pages watch already", code="too_many_watchers", retry_after=10)
         watcher = Watcher()
@@ -191,7 +191,7 @@ class LiveView:
             llm.engine.listeners.append(self._after_step)
         self._watchers = [*self._watchers, watcher]
         key = _encode(self._frames.key() | {"paused": llm.engine_thread.paused})
-        for each in self._watchers:  # the later frames go on from this one
+        for each in self._watchers:  # later frames build on this one
             each.put(key)
 
     def _detach(self, llm: AsyncLLM) -> None:
@@ -204,7 +204,7 @@ class LiveView:
         self._send(lambda frames: frames.step(stats))
 
     def _send(self, make: Callable[[Frames], Frame]) -> None:
-        """Send a frame to all watchers. An error here must not be one of the engine's step."""
+        """Send a frame to all watchers. An error here must not end the engine's step."""
         frames = self._frames
         if frames is None:
             return
@@ -235,13 +235,13 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
     async def events(request: Request) -> Response:
         _check_site(request)
         stream = view.watch(require(), model_name)
-        first = await anext(stream)  # an error is a reply of its own
+        first = await anext(stream)  # so that an error becomes an error reply
         return StreamingResponse(_after(first, stream), headers=HEADERS, media_type="text/event-stream")
 
     @app.post("/view/control", include_in_schema=False)
     async def control(body: Control, request: Request) -> Response:
         _check_site(request)
-        # Nor can a page of another site send this type without asking, in a browser that says nothing of sites.
+        # In a browser that does not report the site, a page of another site cannot send this type without asking.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
         llm = require()
@@ -259,7 +259,7 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
 
 def _check_site(request: Request) -> None:
     """Raises: ApiError for a request that a browser sends for a page of another site. Such a page could not read the
-    reply, but it could take the places of the watchers, or pause the engine."""
+    reply, but it could use up the places for watchers, or pause the engine."""
     headers = request.headers
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     is_own = origin is None or urllib.parse.urlsplit(origin).netloc == headers.get("host")

@@ -12,7 +12,7 @@ Table = dict[int, Logprob]
 
 
 def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table], num_top: int) -> dict:
-    """Of /v1/chat/completions: an entry for each token, with its raw bytes, even where they are half a character."""
+    """The form of /v1/chat/completions: an entry for each token, with its raw bytes, even half a character."""
 
     def entry(token_id: int, table: Table) -> dict:
         data = tokenizer.token_bytes(token_id)
@@ -28,11 +28,11 @@ def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequen
 
 
 class TextOffsets:
-    """Where tokens begin in a text, counted in characters. A character that is spread over tokens belongs to the last.
+    """Where tokens begin in a text, in characters. A character that is spread over several tokens belongs to the last.
 
     Args:
         hidden: tokens that are not part of the text.
-        num_shown: how many of the first tokens are part of it nevertheless.
+        num_shown: how many of the first tokens are part of the text even if they are `hidden`.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], num_shown: int = 0):
@@ -51,7 +51,7 @@ class TextOffsets:
 def completion_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offsets: TextOffsets
 ) -> dict:
-    """Of /v1/completions: lists of the same length.
+    """The form of /v1/completions: lists of the same length.
 
     Args:
         tables: None for the first token of a prompt, which nothing predicts.
@@ -77,12 +77,12 @@ def completion_logprobs(
 
 
 def _likeliest(table: Table, count: int) -> list[int]:
-    """The ids of the likeliest tokens. The sampled token is in the table even if it is not one of them."""
+    """The ids of the `count` likeliest tokens. The table may also have the sampled token, which need not be likely."""
     return sorted(table, key=lambda token_id: -table[token_id].logprob)[:count]
 
 
 def _text(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token as a key: part of a character is written as OpenAI does, so that parts of characters differ."""
+    """A token as a key. Part of a character is written as in OpenAI's API, so that different parts differ."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()

@@ -1,4 +1,4 @@
-"""/metrics: what engines and the server count, in Prometheus' format, under vLLM's names where it has them."""
+"""/metrics: the metrics of engines and the server, in Prometheus' format, under vLLM's names where there are any."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Page(Collector):
     """Everything that /metrics reports.
 
-    Args: engines: what their `Metrics` collect (vllm/metrics.py); nothing while they load.
+    Args: engines: returns what the engines' `Metrics` collect (vllm/metrics.py); nothing while they load.
     """
 
     state: ServerState

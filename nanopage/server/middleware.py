@@ -1,7 +1,7 @@
 """Gate: what every HTTP call passes through before FastAPI sees it.
 
-It checks the key (if the server has one, all but a few paths need it), the Host header and the size of the body, which
-it reads whole and within a time limit, and bounds the sum of all bodies. It echoes X-Request-Id and counts replies.
+Gate checks the key (if the server has one, all but a few paths need it) and the Host header. It reads the whole body
+within limits of size and time, and bounds the sum of all bodies. It echoes X-Request-Id and counts replies.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanopage.server.errors import ApiError
 
-MAX_BODY = 4 << 20  # bytes: FastAPI parses them on the event loop
+MAX_BODY = 4 << 20  # bytes. FastAPI parses a body on the event loop
 MAX_ARRIVING = 64 << 20  # bytes of all bodies that have not arrived whole
 MAX_BODIES = 256 << 20  # bytes of all bodies whose calls have not ended
-SMALL_BODY = 64 << 10  # bytes that a body may have whatever these sums are, so that large ones do not keep others out
+SMALL_BODY = 64 << 10  # bytes: accepted whatever these sums are, so that large bodies do not keep small ones out
 BODY_SECONDS = 60.0  # for the whole body to arrive
-OPEN_PATHS = ("/", "/health", "/ping")  # without a key: the chat page has no data of its own
+OPEN_PATHS = ("/", "/health", "/ping")  # need no key: the chat page has no data of its own
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -28,13 +28,13 @@ class Gate:
     """ASGI middleware.
 
     Args:
-        api_keys: any of them is accepted; none: no key is needed.
+        api_keys: any of these keys is accepted. Empty: no key is needed.
         hosts: Host headers that are answered, without ports. A web page can make a browser send requests to a local
-            server under a name of its own (DNS rebinding). Empty: any. It need not be checked where a key is needed.
+            server under the page's own host name (DNS rebinding). Empty: any host, which is safe where a key is needed.
         replies: counts (method, path, status) of replies.
-        paths: those that `replies` tells apart; all others are counted as "other".
-        open_paths: those that need no key.
-        root_path: a prefix, such as /llm, that paths may have. A reverse proxy may take it off, or leave it.
+        paths: the paths that `replies` tells apart; all others are counted as "other".
+        open_paths: the paths that need no key.
+        root_path: a prefix, such as /llm, that paths may have. A reverse proxy may remove or keep the prefix.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Gate:
         try:
             self._check_host(headers)
             scope["nanopage.key"] = self._check_key(path, headers)
-            # What everybody may ask for has no body: one that is sent nevertheless is not read.
+            # Open paths take no body: a body that is sent nevertheless is not read.
             body = b"" if path in self.open_paths else await self._read_body(headers, receive)
             if body is not None:
                 num_bytes = len(body)
@@ -105,12 +105,12 @@ class Gate:
             )
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> str:
-        """A name for the key that the client has; empty where none is needed. Raises: ApiError."""
+        """A name for the client's key; empty if no key is needed. Raises: ApiError."""
         if not self.digests or path in self.open_paths:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         digest = _digest(key.strip())
-        # All are compared, so that the time tells nothing.
+        # Compare all keys, so that the time reveals nothing.
         matches = [hmac.compare_digest(digest, known) for known in self.digests]
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
@@ -149,7 +149,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _check_room(size: int, total: int, most: int) -> None:
-    """Raises: ApiError for a body for which there is no room beside the others."""
+    """Raises: ApiError if there is no room for a body beside the others."""
     if size > SMALL_BODY and total > most:
         message = f"the bodies of other calls take {most >> 20} MiB: try again, or send at most {SMALL_BODY >> 10} KiB"
         raise ApiError(503, message, code="too_many_bodies", retry_after=1)
@@ -160,7 +160,7 @@ def _too_large() -> ApiError:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that returns a body that has been read, and then what else arrives."""
+    """A `receive` that first returns a body that has already been read, and then whatever else arrives."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""The HTML pages, with headers that keep what they show from running and from loading anything."""
+"""The HTML pages, with headers that prevent the shown text from running scripts or loading anything."""
 
 import base64
 import hashlib

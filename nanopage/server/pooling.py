@@ -28,7 +28,7 @@ class PoolingCall:
     """One call.
 
     Args:
-        kind: how the reply's id begins.
+        kind: the prefix of the reply's id.
         prompts: as the engine takes them, one for each request.
         make_reply: makes the fields of the reply from the outputs of all requests, in order.
     """
@@ -155,13 +155,13 @@ def _scoring_call(
 
 
 def _check_count(field: str, texts: str | list) -> None:
-    """Raises: ApiError for too many texts, equal ones included: each makes a result."""
+    """Raises: ApiError for too many texts. Equal texts count as well, because each makes a result."""
     if isinstance(texts, list) and len(texts) > MAX_PROMPTS:
         raise ApiError(400, f"{field} has {len(texts):,} texts: at most {MAX_PROMPTS:,}", param=field)
 
 
 def _pooling(llm: AsyncLLM) -> PoolingConfig:
-    """`check_task` has checked that there is one."""
+    """The model's PoolingConfig. `check_task` has checked that there is one."""
     return cast(PoolingConfig, llm.engine.model_config.pooling)
 
 

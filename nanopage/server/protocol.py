@@ -1,4 +1,4 @@
-"""The bodies of requests: the fields that each endpoint reads. fields.py has what becomes of others."""
+"""The bodies of requests: the fields that each endpoint reads. fields.py handles other fields."""
 
 import dataclasses
 import re
@@ -12,24 +12,24 @@ from nanopage.server.errors import ApiError, invalid
 from nanopage.server.fields import CHAT, REFUSED, RESPONSES, check_unknown
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
 
-DEFAULT_MAX_TOKENS = 16  # of /v1/completions: OpenAI's
-MAX_CHOICES = 128  # n and best_of
-MAX_ENTRIES = 4096  # of stop, logit_bias, stop_token_ids and bad_words
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_CHOICES = 128  # limit of n and best_of
+MAX_ENTRIES = 4096  # in stop, logit_bias, stop_token_ids and bad_words
 MAX_ALLOWED = 262_144  # entries of allowed_token_ids
-MAX_CHARACTERS = 16_384  # of all bad words
-MAX_FIELDS = 256  # of a body
-MAX_LOGPROBS = 500_000  # of a reply's output, or of its prompt: choices * tokens * (top log-probabilities + 1)
+MAX_CHARACTERS = 16_384  # in all bad words together
+MAX_FIELDS = 256  # in a body
+MAX_LOGPROBS = 500_000  # in a reply's output, or in its prompt: choices * tokens * (top log-probabilities + 1)
 
 
 def _as_integer(value: Any) -> Any:
-    """JSON does not tell 16.0 from 16."""
+    """Turn 16.0 into 16, because JSON does not tell them apart."""
     if isinstance(value, list) and float in set(map(type, value)):
         return [_as_integer(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Integer = Annotated[int, BeforeValidator(_as_integer)]
-# Without fail_fast, a list of a million wrong entries would be a million errors.
+# Without fail_fast, a list of a million wrong entries would make a million errors.
 Ids = Annotated[list[int], Field(fail_fast=True), BeforeValidator(_as_integer)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -37,7 +37,7 @@ Salt = Annotated[str, Field(min_length=1)]  # as in vLLM: an empty one would kee
 
 
 class Body(BaseModel):
-    """A JSON object without its nulls. Fields have exactly the types they are declared with."""
+    """A JSON object without its nulls. Values must have exactly the declared types."""
 
     model_config = ConfigDict(extra="allow", strict=True, hide_input_in_errors=True)
     refused: ClassVar[dict[str, tuple[tuple, str]]] = {}  # besides REFUSED
@@ -67,7 +67,7 @@ class TextOptions(Body):
 
 
 class CommonBody(Body):
-    """What all endpoints for text have in common. Names are OpenAI's, then vLLM's."""
+    """The fields that all endpoints for text have in common: first OpenAI's names, then vLLM's."""
 
     model: str | None = None
     temperature: float | None = None
@@ -99,7 +99,7 @@ class CommonBody(Body):
     limits: ClassVar[tuple[str, ...]] = ("max_tokens", "max_completion_tokens")
 
     def bound(self, max_tokens: int) -> None:
-        """Set a limit for the tokens of the reply if the body has none."""
+        """Limit the tokens of the reply to `max_tokens`, if the body sets no limit."""
         if all(getattr(self, name) is None for name in self.limits):
             setattr(self, self.limits[0], max_tokens)
 
@@ -158,8 +158,8 @@ class SamplingBody(CommonBody):
         """The parameters for the engine.
 
         Args:
-            default: what the model recommends, for fields that are absent.
-            max_tokens: if the body has no limit.
+            default: the model's recommendation, for fields that are absent.
+            max_tokens: the limit if the body has none.
             constrain: changes the form that the text must have.
 
         Raises: ApiError naming the field.
@@ -176,14 +176,14 @@ class SamplingBody(CommonBody):
                 logprobs=logprobs,
                 output_kind=RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY,
             )
-            if not params.greedy:  # greedy completions are all the same: one is computed
+            if not params.greedy:  # greedy completions are all the same, so only one is computed
                 params = dataclasses.replace(params, n=self.n, best_of=self.best_of)
         except (ValueError, TypeError) as error:
             raise self.invalid(error) from None
         return params
 
     def _structured_outputs(self) -> StructuredOutputsParams | None:
-        """What the text must be. Raises: ApiError naming the field."""
+        """The constraints on the text. Raises: ApiError naming the field."""
         form = self._format()
         structured = None if self.structured_outputs is None else read_structured_outputs(self.structured_outputs)
         if form is not None and structured is not None:
@@ -205,7 +205,7 @@ class SamplingBody(CommonBody):
         if match := re.match(FIELD, str(error)):
             param = match[0] if self._format() is None else "response_format"
             if self.structured_outputs is None and getattr(self, "tools", None) and param != "response_format":
-                param = "tools"  # whose grammar it is
+                param = "tools"  # the grammar comes from the tools
             return ApiError(400, param + str(error)[match.end() :], param=param)
         return invalid(error, (*type(self).model_fields, self.prompt_field))
 
@@ -245,7 +245,7 @@ class CompletionBody(SamplingBody):
 
 
 class ResponsesBody(CommonBody):
-    """POST /v1/responses. The parameters of sampling that OpenAI's endpoint does not have are those of a chat."""
+    """POST /v1/responses. Sampling parameters that OpenAI's endpoint lacks are the same as for a chat."""
 
     refused = ChatBody.refused | {
         "max_tokens": ((), "use max_output_tokens"),
@@ -269,7 +269,7 @@ class ResponsesBody(CommonBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     tools: list[Any] = []
-    include: Texts = []  # all that a response has is included
+    include: Texts = []  # ignored: a response always includes everything
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     top_logprobs: Integer = 0
@@ -279,7 +279,7 @@ class ResponsesBody(CommonBody):
     reasoning_effort: str | None = None
     reasoning: dict[str, Any] | None = None
     stop_in_reasoning: bool = False
-    response_format: dict[str, Any] | None = None  # refused: a client may expect that it is heeded
+    response_format: dict[str, Any] | None = None  # refused: a client might expect it to have an effect
 
 
 class PoolingBody(Body):
@@ -364,7 +364,7 @@ class DetokenizeBody(Body):
 
 
 def _token_ids(logit_bias: dict[str, Any] | None) -> dict[int, float] | None:
-    """JSON has only strings as keys."""
+    """Turn keys into integers, because JSON has only strings as keys."""
     if logit_bias is None:
         return None
     for token_id in logit_bias:

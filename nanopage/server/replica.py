@@ -38,8 +38,8 @@ class Settings:
     state: arguments of ServerState.
     engine: options of EngineArgs.
     tracing: where spans are sent.
-    front: the FrontAlive of the front process, where the cluster would outlive it.
-    version: of nanopage in the front process.
+    front: the FrontAlive of the front process, if the cluster outlives that process.
+    version: nanopage's version in the front process.
     """
 
     state: dict[str, Any]
@@ -50,15 +50,15 @@ class Settings:
 
 
 class FrontAlive:
-    """A Ray actor that ends with the front process, even if that is killed. Replicas wait for it: Ray Serve would run
-    them for ever."""
+    """A Ray actor that ends with the front process, even if that process is killed. Replicas wait for it to end,
+    because Ray Serve would run them for ever."""
 
     async def wait(self) -> None:
         await asyncio.Event().wait()
 
 
 def _end_with(front: Any, application: str) -> None:
-    """Wait until the front process has ended, then end all replicas. For a thread of a replica."""
+    """Wait until the front process has ended, then end all replicas. Runs in a thread of a replica."""
     try:
         ray.get(front.wait.remote())
     except RayError:
@@ -94,7 +94,7 @@ class Replica:
         self.routes = create_routes(self.state)
         try:
             self._load(settings)
-        except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+        except BaseException as error:  # when Rust panics, tokenizers raises something that is not an Exception
             raise RuntimeError(f"{CANNOT_START}{str(error) or type(error).__name__}") from None
 
     def _load(self, settings: Settings) -> None:
@@ -115,8 +115,8 @@ class Replica:
             threading.Thread(target=_end_with, args=(settings.front, application), daemon=True).start()
 
     async def call(self, call: Call) -> AsyncIterator[tuple[int, list[tuple[bytes, bytes]]] | bytes]:
-        """Run a call. Yields the status and the headers of the reply, then parts of its body. If it is cancelled, the
-        routes see a client that has gone."""
+        """Run a call. Yields the status and the headers of the reply, then parts of its body. If the call is cancelled,
+        the routes see that the client has gone."""
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
         request: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]
@@ -148,7 +148,7 @@ class Replica:
             await asyncio.wait([work])
 
     async def metrics(self) -> list[Metric]:
-        """The engine's metrics, with the replica's number as the engine's."""
+        """The engine's metrics. The replica's number serves as the engine's number."""
         found, engine = self.state.metrics(), {"engine": str(self.rank)}
         for family in found:
             family.samples = [sample._replace(labels=sample.labels | engine) for sample in family.samples]

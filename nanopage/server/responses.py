@@ -1,4 +1,4 @@
-"""POST /v1/responses, without a store: each call has its whole conversation."""
+"""POST /v1/responses, without a store: each call sends its whole conversation."""
 
 import re
 import time
@@ -20,11 +20,11 @@ from nanopage.server.templates import TEMPLATE_FIELDS
 from nanopage.server.tools import ToolOptions
 
 TEXT_PARTS = ("input_text", "output_text", "text")
-LOGPROBS = "message.output_text.logprobs"  # of `include`
+LOGPROBS = "message.output_text.logprobs"  # in `include`
 
 
 class Responses:
-    """One call: a response, or the events in which it comes. Arguments and errors are those of Chat."""
+    """One call: a response, or the events that it comes in. Arguments and errors are those of Chat."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Responses:
             raise self._renamed(error) from None
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self.items = _Items(self.chat)
-        self.num_events = 0  # of the stream
+        self.num_events = 0  # events of the stream so far
 
     @property
     def prompts(self) -> list[str]:
@@ -128,7 +128,7 @@ class Responses:
             "output": items,
             "usage": {
                 "input_tokens": counts["prompt_tokens"],
-                # Nothing is charged for what the prefix cache keeps.
+                # Writing to the prefix cache costs the client nothing.
                 "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": counts["completion_tokens_details"],
@@ -187,16 +187,16 @@ class Responses:
 
 
 class _Items:
-    """The items of a response: reasoning, messages and calls, one after the other, and the events in which they come.
+    """The items of a response: reasoning, messages and calls, one after the other, and the events that they come in.
 
-    done: those that are whole.
+    done: the complete items.
     """
 
     def __init__(self, chat: Chat):
         self.chat = chat
         self.done: list[dict] = []
-        self._item: dict | None = None  # that grows
-        self._text = ""  # of it
+        self._item: dict | None = None  # the item that grows
+        self._text = ""  # its text so far
         self._num_calls = 0
 
     def add(self, piece: Piece) -> Iterator[dict]:
@@ -218,7 +218,7 @@ class _Items:
             yield {"type": "response.reasoning_text.delta", "delta": piece.text} | self._where("content_index")
 
     def close(self, status: str) -> Iterator[dict]:
-        """The events at the end of an item, and of the response: `status` is then its."""
+        """The events at the end of an item. `status` is its status, and the response's if this is the last item."""
         if self._item is None:
             if self.done:
                 return
@@ -272,7 +272,7 @@ def _part(kind: str, text: str) -> dict:
 
 
 def _tools(tools: list[Any]) -> list[Any]:
-    """The tools as those of a chat. Raises: ApiError for tools that are no functions."""
+    """The tools in the form of a chat. Raises: ApiError for tools that are not functions."""
     for i, tool in enumerate(tools):
         if isinstance(tool, dict) and tool.get("type") != "function":
             raise unsupported(f"tools[{i}].type", "tools are functions, which the client runs")
@@ -305,7 +305,8 @@ def _returned_format(text_format: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(body: ResponsesBody) -> tuple[list[dict], dict[str, str]]:
-    """The input as the messages of a chat, and where each and its parts are in the body, by their paths in the chat.
+    """The input as the messages of a chat, and a map from the paths of messages and their parts in the chat to their
+    places in the body.
 
     Raises: ApiError naming the item.
     """

@@ -1,4 +1,4 @@
-"""Route: which replica a call goes to, by the policies of routing.py. ReplicaRouter asks it for Ray Serve."""
+"""Route: chooses the replica of a call by the policies of routing.py. Ray Serve's ReplicaRouter asks it."""
 
 import hashlib
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from nanopage.server.routing import Router
 
-PART = 256  # bytes of a prompt, as JSON, that the router compares at once
+PART = 256  # bytes of a prompt, as JSON, that the router compares as one part
 PART_TOKENS = PART // 4
-MAX_PARTS = 1024  # of a prompt
+MAX_PARTS = 1024  # in a prompt
 OUTPUT_TOKENS = 256  # a guess at the output of a request that does not limit it
-MAX_OUTPUT_TOKENS = 1024  # the guess where the limit is higher: most limits are far from what is needed
+MAX_OUTPUT_TOKENS = 1024  # the guess for higher limits: most limits are far above what is needed
 
 
 class Route:
@@ -20,8 +20,8 @@ class Route:
 
     Args:
         parts, num_tokens: as `Router.choose` takes them.
-        num_prompt_tokens: of `num_tokens`, those of the prompt.
-        dead: replicas that have died, whatever Ray Serve still says.
+        num_prompt_tokens: how many of `num_tokens` belong to the prompt.
+        dead: replicas that have died, even if Ray Serve still lists them.
     """
 
     def __init__(self, router: Router, parts: list[bytes], num_tokens: int, dead: set[str], num_prompt_tokens: int = 0):
@@ -34,7 +34,7 @@ class Route:
         self._left = 0
 
     def choose(self, replicas: Iterable[str]) -> str | None:
-        """Choose one of these replicas, instead of the one that was chosen before. None if none may get the call."""
+        """Choose one of these replicas, in place of an earlier choice. Returns None if none may get the call."""
         self.end()
         running = set(replicas) - self.dead
         for gone in self.router.loads.keys() - running:
@@ -49,7 +49,7 @@ class Route:
         return self.replica
 
     def advance(self, num_tokens: int) -> None:
-        """So many tokens of the output have come. With the first, those of the prompt are done as well."""
+        """Count `num_tokens` tokens of the output that have come. The first call also counts the prompt as done."""
         if num_tokens and self._left == self.num_tokens:
             num_tokens += self.num_prompt_tokens
         num_tokens = min(num_tokens, self._left)
@@ -79,7 +79,7 @@ class ReplicaRouter(RequestRouter):
 def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
     """The prompt of a body in parts for `Router.choose`, and an estimate of its tokens.
 
-    Args: salt: what keeps cached prefixes apart.
+    Args: salt: keeps cached prefixes apart.
     """
     prompt = [body[name] for name in ("instructions", "messages", "input", "prompt") if name in body]
     text = msgspec.json.encode(prompt)

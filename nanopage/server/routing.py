@@ -9,8 +9,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 POLICIES = ("prefix", "least", "round-robin")
-MARGIN = 1.0  # outstanding tokens that a known token of the prefix makes up for; chosen by the simulator
-MAX_PARTS = 65_536  # that are remembered of each replica
+MARGIN = 1.0  # outstanding tokens that one known token of the prefix makes up for; chosen with the simulator
+MAX_PARTS = 65_536  # parts that are remembered for each replica
 
 
 @dataclass(slots=True)
@@ -31,8 +31,8 @@ class Router:
     Args:
         policy: "prefix": the replica with the fewest outstanding tokens, after `margin` of them are forgiven for each
             token of the prompt's longest known prefix. "least": the fewest outstanding tokens. "round-robin": in turn.
-        margin: with "prefix", how many outstanding tokens a known token makes up for. 0 is "least".
-        max_parts: how many parts are remembered of each replica; the least recently used are forgotten first.
+        margin: with "prefix", how many outstanding tokens a known token makes up for. 0 is the same as "least".
+        max_parts: how many parts are remembered for each replica; the least recently used are forgotten first.
 
     Raises: ValueError for an unknown policy, a negative margin or a `max_parts` below 1, by name.
     """
@@ -49,11 +49,11 @@ class Router:
         self._turn = 0
 
     def add(self, replica: str) -> None:
-        """A replica has started. One that is known keeps its load."""
+        """Add a replica that has started. A known replica keeps its load."""
         self.loads.setdefault(replica, Load())
 
     def remove(self, replica: str) -> None:
-        """A replica has ended, with its prefix cache."""
+        """Remove a replica that has ended, and its prefix cache."""
         self.loads.pop(replica, None)
 
     def choose(self, parts: Sequence[Hashable], part_tokens: int, num_tokens: int, exclude: Sequence[str] = ()) -> str:
@@ -63,7 +63,7 @@ class Router:
             parts: the prompt, cut into parts of the same length. Each names its part and all before it, as the hashes
                 of the block manager do.
             part_tokens: tokens in a part.
-            num_tokens: tokens that the request will take, of its prompt and of its output, as far as is known.
+            num_tokens: the request's tokens, in its prompt and in its output, as far as is known.
             exclude: replicas that must not get it.
 
         Raises: LookupError if there is no replica.
@@ -85,7 +85,7 @@ class Router:
         return chosen
 
     def finish(self, replica: str, num_tokens: int) -> None:
-        """A request has ended, or some of its tokens have been computed."""
+        """Subtract work from a replica's load, when a request ends or makes progress."""
         if (load := self.loads.get(replica)) is not None:
             load.outstanding -= num_tokens
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanopage")
 
 PUBLIC = ("0.0.0.0", "::", "")
-SECONDS_TO_CLOSE = 5  # for clients to read what they have been sent, and for a step to end, at shutdown
+SECONDS_TO_CLOSE = 5  # at shutdown, for clients to read what was sent and for a step to end
 
 TARGET_ONGOING_REQUESTS = 64
 
@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
     )
     server = Server(config, state, engine, args.shutdown_timeout)
     server.run()
-    gc.unfreeze()  # frozen garbage is never collected, and nanobind, which Triton uses, says so when Python ends
+    gc.unfreeze()  # frozen garbage is never collected, and nanobind, which Triton uses, reports it when Python ends
     if tracer is not None:
         tracer.shutdown()
     engine.close()
@@ -128,7 +128,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options: the server's, then the engine's. Names are those of `vllm serve` where it has the option."""
+    """The options: the server's, then the engine's. They have the names of `vllm serve` where it has the option."""
     parser = FlexibleArgumentParser(
         prog="nanopage serve", description="Serve a model to clients of OpenAI's API.", allow_abbrev=False
     )
@@ -266,8 +266,8 @@ def check_replicas(args: argparse.Namespace) -> None:
 
 
 def why_no_view(args: argparse.Namespace, has_keys: bool) -> str:
-    """Why the live view is not served; empty if it is. Whoever may open it can pause the engine, so without --view it
-    is only served where nobody but this machine's users can reach the server, without a key.
+    """Why the live view is not served; empty if it is. Whoever may open the view can pause the engine. So without
+    --view, it is served only if there is no key and nobody but this machine's users can reach the server.
 
     Raises: ValueError for --view with --replicas.
     """
@@ -360,7 +360,7 @@ class OneEngine:
 
     Args:
         state: gets the engine.
-        modules: name -> path of adapters.
+        modules: name of an adapter -> its path.
     """
 
     def __init__(self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str]):
@@ -371,7 +371,7 @@ class OneEngine:
         return self.state.llm is not None
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Load the model. For a thread. Raises: as `nanopage.build.build_engine`."""
+        """Load the model. Blocks: call it in a thread. Raises: as `nanopage.build.build_engine`."""
         llm = load_engine(self.engine_args)
         adapters = self.state.adapters
         try:
@@ -395,11 +395,11 @@ class OneEngine:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, which loads the model once it listens, and lets running requests end.
+    """uvicorn that loads the model once it listens, and lets running requests end.
 
-    The first SIGTERM or SIGINT makes /health 503 and refuses new requests. When all others have ended, or after
-    `shutdown_timeout` seconds, the server stops. A second signal, or the first while the model loads, stops it without
-    this wait.
+    After the first SIGTERM or SIGINT, /health returns 503 and new requests are refused. When all other requests have
+    ended, or after `shutdown_timeout` seconds, the server stops. A second signal, or the first one while the model
+    loads, stops it without this wait.
 
     Args: engine: what is started and stopped.
     """
@@ -436,9 +436,9 @@ class Server(uvicorn.Server):
         try:
             self.engine.load(self._loop)
             gc.collect()
-            gc.freeze()  # so that no later collection visits all that has been imported and loaded
+            gc.freeze()  # so that later collections skip everything imported and loaded so far
             print(self._ready_line(), flush=True)
-        except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+        except BaseException as error:  # when Rust panics, tokenizers raises something that is not an Exception
             self.state.error = str(error) or type(error).__name__
             print(f"nanopage: {escaped(str(self.state.error), MAX_MESSAGE)}", file=sys.stderr)
             self.should_exit = True
@@ -457,7 +457,7 @@ class Server(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        """Wait for the running requests, then stop. `shutdown` ends those that are left with an error."""
+        """Wait for the running requests, then stop. `shutdown` ends the remaining requests with an error."""
         waits = (
             f": {count} request(s) have {self.shutdown_timeout:g} s to end" if (count := self.state.num_active) else ""
         )

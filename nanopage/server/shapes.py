@@ -261,11 +261,11 @@ class TokenizeReply(BaseModel):
 
 
 def replies(reply: Any, event: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
-    """What FastAPI is told of an operation's replies.
+    """Describe an operation's replies for FastAPI.
 
     Args:
-        reply: a type.
-        event: what each event of a stream has, for operations that can stream.
+        reply: the type of the reply.
+        event: the type of each event, for operations that can stream.
     """
     if event is None:
         return {200: {"model": reply}}

@@ -16,7 +16,7 @@ from nanopage.server.tools import ToolOptions
 if TYPE_CHECKING:
     from nanopage.server.tracing import Tracer
 
-MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up above
+MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up if the wait is longer
 
 
 @dataclass
@@ -24,21 +24,21 @@ class ServerState:
     """What the routes share.
 
     Args:
-        model_names: the names of the model; the first is in replies to requests that name none.
-        max_queue: most requests that wait for their first step, and of one call.
+        model_names: the names of the model. Replies to requests that name no model have the first.
+        max_queue: most requests that wait for their first step, and most requests of one call.
         max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
-        stall_seconds: after how long a step counts as hung.
+        stall_seconds: the time after which a step counts as hung.
         strict_fields: refuse fields that are not known.
         default_max_tokens: most tokens of a reply whose request has no limit. None: as many as the context holds.
         salt_per_key: keep the cached prefixes of clients with different API keys apart.
         allow_runtime_lora_updating: clients may load adapters from any directory, and unload them.
-        tool_options: how calls of tools are read.
+        tool_options: how to read calls of tools.
         tracer: gets every request whose last output has been read.
         view: the live view, if it is served.
-        no_view: why it is not.
+        no_view: why the live view is not served.
         llm: None while the model loads.
         adapters: the LoRA adapters that clients may name as models.
-        error: why it could not be loaded.
+        error: why the model could not be loaded.
     """
 
     model_names: list[str]
@@ -59,9 +59,9 @@ class ServerState:
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     replies: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    num_active: int = 0  # calls that make text
+    num_active: int = 0  # running calls that make text
     num_entering: int = 0  # requests on their way into the engine
-    num_entering_tokens: int = 0  # of their prompts, estimated
+    num_entering_tokens: int = 0  # estimated tokens of their prompts
     num_disconnects: int = 0
 
     def check_open(self, loaded: bool) -> None:
@@ -98,7 +98,7 @@ class ServerState:
     def enter(self, llm: AsyncLLM, sizes: list[int]) -> None:
         """Reserve places in the queue, before any prompt is encoded.
 
-        Args: sizes: an estimate of the tokens of each prompt.
+        Args: sizes: the estimated tokens of each prompt.
         Raises: ApiError if there are not that many places.
         """
         if len(sizes) > self.max_queue:
@@ -112,10 +112,10 @@ class ServerState:
         self.num_entering_tokens += sum(sizes)
 
     def leave(self, sizes: list[int]) -> None:
-        """Give back the first of these places."""
+        """Give back the place of the first of these prompts, and drop its size."""
         self.num_entering -= 1
         self.num_entering_tokens -= sizes.pop(0)
 
     def metrics(self) -> list[Metric]:
-        """Those of the engine, as prometheus_client has them."""
+        """The engine's metrics, in the form of prometheus_client."""
         return [] if self.llm is None else list(self.llm.metrics.collect())

@@ -17,7 +17,7 @@ from nanopage.server.errors import ApiError
 
 logger = logging.getLogger("nanopage")
 
-KEEP_ALIVE_SECONDS = 15.0  # of silence, before a comment keeps proxies from closing the connection
+KEEP_ALIVE_SECONDS = 15.0  # of silence, after which a comment keeps proxies from closing the connection
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -33,7 +33,7 @@ class ClientGoneError(Exception):
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled if the client closes its connection first.
+    """The result of `work`. If the client closes its connection first, the work is cancelled.
 
     Raises: ClientGoneError, and what the work raises.
     """
@@ -50,11 +50,11 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(Response):
-    """Sends each object of an iterator as an event, and then `[DONE]`. If the iterator fails, the last event before
-    that says so.
+    """Sends each object of an iterator as an event, and then `[DONE]`. If the iterator fails, an event before `[DONE]`
+    says so.
 
     Args:
-        failed: makes that event of the error.
+        failed: makes this event from the error.
         end: awaited exactly once, with how the stream has ended, even if the client has gone before it began.
     """
 
@@ -109,7 +109,7 @@ class EventStream(Response):
         try:
             async for event in self.events:
                 yield encode_event(event)
-        except Exception as error:  # of the call, not of the connection
+        except Exception as error:  # from the call, not from the connection
             self._how = f"ended by {type(error).__name__}"
             if isinstance(error, EngineDeadError):
                 error = ApiError(503, str(error), code="engine_dead")

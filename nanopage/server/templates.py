@@ -12,14 +12,14 @@ from nanopage.text.chat_template import MESSAGE_FIELDS
 from nanopage.text.prompts import PromptTooLongError
 from nanopage.text.tool_prompt import make_prompt
 
-TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort", "date_string")  # that a client may set
-TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning")  # of bodies
+TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort", "date_string")  # clients may set these
+TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning")  # in bodies
 
 
 def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool]) -> dict:
     """The prompt of a conversation, as text and token ids. It may take seconds: call it in a thread.
 
-    Args: tools: those that the model is told about.
+    Args: tools: the tools that the model is told about.
     Raises: ApiError naming the field.
     """
     if body.continue_final_message and body.add_generation_prompt:
@@ -51,8 +51,8 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
 
 
 def template_kwargs(llm: AsyncLLM, body: ChatBody | ResponsesBody | TokenizeBody) -> tuple[dict[str, Any], list[str]]:
-    """The variables that a body has for the model's template, and the fields with others, which the template does not
-    read: clients send them to every model. Raises: ApiError for a variable that a client may not set."""
+    """The variables that a body sets for the model's template, and the fields that set variables that the template does
+    not read: clients send them to every model. Raises: ApiError for a variable that a client may not set."""
     tokenizer = llm.engine.tokenizer
     template = "" if tokenizer is None else tokenizer.template_for(bool(body.tools)) or ""
     given: dict[str, tuple[str, Any]] = {"enable_thinking": ("enable_thinking", body.enable_thinking)}
@@ -77,8 +77,8 @@ def template_kwargs(llm: AsyncLLM, body: ChatBody | ResponsesBody | TokenizeBody
 
 
 def _plain_message(message: dict[str, Any], has_developer: bool) -> dict[str, Any]:
-    """A message with the fields that `normalize_messages` takes. `developer` is `system` to templates without that
-    role. What a reply has refused to say is content."""
+    """A message with the fields that `normalize_messages` takes. The role `developer` becomes `system` for templates
+    without it. The refusal of a reply becomes content."""
     refusal, reasoning = message.get("refusal"), message.get("reasoning")
     message = {field: message[field] for field in MESSAGE_FIELDS if message.get(field) is not None}
     if not message.get("tool_calls", True):

@@ -16,7 +16,7 @@ from nanopage.server.errors import ApiError, invalid
 from nanopage.server.protocol import ChatBody, TokenizeBody
 from nanopage.text.tokenizer import Tokenizer
 
-MAX_SECONDS = 5.0  # of looking for what is wrong
+MAX_SECONDS = 5.0  # for finding out what is wrong
 FINISH_REASONS = ("stop", "tool_calls")
 
 
@@ -25,9 +25,9 @@ class ToolOptions:
     """Options of the server.
 
     Args:
-        parser: the form of calls; None finds it in the chat template.
-        named_finish_reason: of a reply whose call the client has named. OpenAI's is "stop", but some clients run calls
-            only after "tool_calls".
+        parser: the form of calls. None: find it in the chat template.
+        named_finish_reason: the finish_reason of a reply whose call the client has named. OpenAI's is "stop", but some
+            clients run calls only after "tool_calls".
     """
 
     parser: str | None = None
@@ -36,7 +36,7 @@ class ToolOptions:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a call, all that is in its body.
+    """What a call's body says about tools.
 
     format: how the model writes calls; None without tools.
     """
@@ -52,7 +52,7 @@ class ToolUse:
         return [] if self.choice.kind == "none" else self.tools
 
     def make_reader(self, reasoning: bool | None) -> ReplyReader | None:
-        """What reads a reply; None if all of it is content. Args: reasoning: as in ReplyReader."""
+        """The reader of a reply; None if all of the reply is content. Args: reasoning: as in ReplyReader."""
         if self.format is None and reasoning is None:
             return None
         return ReplyReader(self.format, [tool.name for tool in self.offered], self.parallel, reasoning)
@@ -60,9 +60,9 @@ class ToolUse:
     def constrain(
         self, form: StructuredOutputsParams | None, tokenizer: Tokenizer | None
     ) -> StructuredOutputsParams | None:
-        """What the reply must be.
+        """The constraints on the reply.
 
-        Args: form: what it must be if it calls no tool.
+        Args: form: the constraints on a reply that calls no tool.
         Raises: ApiError for a form that excludes calls.
         """
         if self.format is None or tokenizer is None:
@@ -98,7 +98,7 @@ def read_tool_use(llm: AsyncLLM, body: ChatBody | TokenizeBody, options: ToolOpt
 
 
 def invalid_tools(error: Exception) -> ApiError:
-    """A 400 for a message that begins with the place of what is wrong, such as tools[0].function.name."""
+    """A 400 for a message that begins with the place of the error, such as tools[0].function.name."""
     message = str(error)
     place = message.split(":")[0].split(" ")[0].split("=")[0]
     return ApiError(400, message, param=place) if place.startswith("tool") else invalid(error, ("tools",))
@@ -110,7 +110,7 @@ def is_special(tokenizer: Tokenizer | None, mark: str) -> bool:
 
 
 def find_wrong_tool(llm: AsyncLLM, tools: list[Tool], error: ApiError) -> ApiError:
-    """The error of a grammar of calls, with the name of the schema that it comes from. May take seconds."""
+    """The error of a grammar of calls, with the name of the schema that caused it. May take seconds."""
     end = time.monotonic() + MAX_SECONDS
     for i, tool in enumerate(tools):
         if time.monotonic() > end:

@@ -35,7 +35,7 @@ class Tracer:
     def record(self, output: RequestOutput, params: SamplingParams | PoolingParams, headers: Mapping[str, str]) -> None:
         """Add the span of a request that has ended.
 
-        Args: headers: of the client's call.
+        Args: headers: the headers of the client's call.
         """
         times, clock = output.metrics, time.time() - time.perf_counter()
         ended = times.finished_time or time.perf_counter()
@@ -69,5 +69,5 @@ class Tracer:
         span.end(int((ended + clock) * 1e9))
 
     def shutdown(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()

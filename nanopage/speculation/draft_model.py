@@ -3,12 +3,13 @@
     known tokens ─▶ draft model, k steps ─▶ draft of k tokens ─▶ one step of the model checks them (drafts.py)
 
 The draft model has an executor and a pool of blocks of its own. It samples with the sequence's settings, seed and
-positions, so with the noise that the model's samples will have: where both models agree on the probabilities, they
-agree on the token, at any temperature.
+positions, so its noise is the noise of the model's samples. Where both models agree on the probabilities, they agree on
+the token, at any temperature.
 
-K and V of a draft stay in the pool. Those of accepted tokens are right, so the next draft begins behind them; later
-ones are overwritten. What the pool holds follows from the tokens alone, so a preemption or a fork of the sequence needs
-nothing here. If blocks run out, the sequences that have waited longest for a draft lose theirs, and are computed again.
+K and V of a draft stay in the pool. K and V of accepted tokens are right, so the next draft begins after them, and
+overwrites the rest. The contents of the pool depend on the tokens alone, so a preemption or a fork of the sequence
+changes nothing here. If blocks run out, the sequences that have waited longest for a draft lose their blocks, and are
+computed again.
 """
 
 import dataclasses
@@ -27,9 +28,9 @@ from nanopage.step import NO_TOKEN, Batch, BlockUpdate, Capacity, Executor, NewS
 
 logger = logging.getLogger("nanopage")
 
-CATCH_UP = 16  # tokens of a sequence that the first step of a draft computes beside others; before it, longer chunks
-EXPECTED_STEP = 0.3  # of a step's time: that of a draft model's step, before one is measured
-FIRST_READ = 256  # tokens of prompts that are read in a step before it is known how long one takes
+CATCH_UP = 16  # most missing tokens that a draft's first step computes; longer chunks are computed before it
+EXPECTED_STEP = 0.3  # time of a draft model's step, in steps of the model, before one is measured
+FIRST_READ = 256  # prompt tokens that are read in a step before the time of a token is known
 STEPS_TO_REPAY = 64  # steps of a sequence that share the time in which the draft model reads its prompt
 
 
@@ -37,9 +38,9 @@ STEPS_TO_REPAY = 64  # steps of a sequence that share the time in which the draf
 class Row:
     """A sequence in the draft model's table.
 
-    tokens: those in the table: the known ones, then the last draft.
-    num_known: how many of them were known when the last draft was made.
-    num_computed: how many of them have K and V.
+    tokens: the tokens in the table: the known tokens, then the last draft.
+    num_known: how many of these tokens were known when the last draft was made.
+    num_computed: how many of these tokens have K and V.
     """
 
     row: int
@@ -49,14 +50,14 @@ class Row:
 
 
 class ModelDrafter:
-    """Proposes drafts of a model (a `Drafter`, see drafts.py).
+    """Proposes the drafts of a draft model (a `Drafter`, see drafts.py).
 
     Args:
         config: of the engine.
         executor: of the draft model; it has started.
         held: what the executor holds. Sequences that are longer than its max_model_len get no drafts.
-        vocab_size: of the model. Tokens beyond it, which are padding, are not drafted.
-        same_vocab: whether the draft model has as many. Otherwise settings that name tokens are not for it.
+        vocab_size: the model's. Tokens beyond it, which are padding, are not drafted.
+        same_vocab: whether the draft model has as many tokens. Otherwise it gets no settings that name tokens.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class ModelDrafter:
         self.max_num_tokens, self.max_model_len = config.token_budget(held.device), held.max_model_len
         self.vocab_size, self.same_vocab = vocab_size, same_vocab
         self.gains = DraftGains()
-        self.step_costs = StepCosts()  # of the draft model
-        self.token_seconds = 0.0  # of a token of a prompt
-        self.seconds = 0.0  # that drafts have taken in this step, with reading prompts
+        self.step_costs = StepCosts()  # of the draft model's steps
+        self.token_seconds = 0.0  # for reading a token of a prompt
+        self.seconds = 0.0  # that drafts have taken in this step, including reading prompts
         self.reading = 0.0  # that reading prompts has taken in this step
-        self.rows: dict[Sequence, Row] = {}  # the one that has waited longest for a draft first
+        self.rows: dict[Sequence, Row] = {}  # the sequence that has waited longest for a draft comes first
         self.free_rows = list(range(config.max_num_seqs))
         self.works = True
 
@@ -113,7 +114,7 @@ class ModelDrafter:
         self.gains.learn(seq, num_drafted, num_accepted)
 
     def observe(self, stats: StepStats) -> None:
-        # A prompt is read once, and the time is spent: that is no reason to make no drafts from now on.
+        # A prompt is read only once, so the time for reading it says nothing about later drafts.
         self.gains.observe(stats, stats.seconds - self.seconds, self.seconds - self.reading)
         self.seconds = self.reading = 0.0
 
@@ -131,15 +132,15 @@ class ModelDrafter:
     # Drafts
 
     def _most_read(self, seconds: float) -> int:
-        """How many tokens of prompts one step of the engine may read: what takes about as long as a step of the
-        model, which takes so many seconds."""
+        """How many tokens of prompts one step of the engine may read: as many as take about as long as a step of the
+        model, which takes `seconds`."""
         if not self.token_seconds:
             return min(FIRST_READ, self.max_num_tokens)
         return max(CATCH_UP, min(self.max_num_tokens, int(seconds / self.token_seconds)))
 
     def _draft(self, lengths: dict[Sequence, int], most_read: int) -> dict[Sequence, list[int]]:
-        """Drafts of at most these lengths, for the sequences that the pool has blocks for. Prompts are read first, up
-        to `most_read` tokens of all together. A sequence of which more is left gets no draft yet.
+        """Drafts of at most these lengths, for the sequences that the pool has blocks for. Prompts are read first, at
+        most `most_read` tokens in all. A sequence whose prompt is not read to its end gets no draft yet.
         """
         drafts: dict[Sequence, list[int]] = {}
         batch = Batch(idle=True)
@@ -160,11 +161,11 @@ class ModelDrafter:
             row = self.rows[seq]
             known = min(row.num_computed, row.num_known)
             self.manager.register(seq.seq_id, seq.token_ids, known, seq.cache_salt)
-            self.manager.slide(seq.seq_id, known - 1)  # its last known token may be computed again
+            self.manager.slide(seq.seq_id, known - 1)  # the last known token may be computed again
         return {seq: draft for seq, draft in drafts.items() if draft}
 
     def _num_valid(self, seq: Sequence) -> int:
-        """How many of the first tokens of a sequence have K and V. Its last token is to be computed in any case."""
+        """How many of the first tokens of a sequence have K and V. The last token is always computed again."""
         row = self.rows.get(seq)
         if row is None:
             return 0
@@ -195,7 +196,7 @@ class ModelDrafter:
             row.num_computed = self._num_valid(seq)
             new, num_sent = None, len(manager.block_tables[seq.seq_id])
         self.rows[seq] = row
-        self.rows[seq] = self.rows.pop(seq)  # to the end: it has not waited
+        self.rows[seq] = self.rows.pop(seq)  # move it to the end: it has not waited
         while not manager.grow(seq.seq_id, row.num_computed, end):
             if not self._make_room(kept):
                 self._forget([seq])
@@ -205,7 +206,7 @@ class ModelDrafter:
             new.token_ids = list(seq.token_ids)
             batch.new.append(new)
         else:
-            first = max(row.num_computed, row.num_known)  # the table has those before it
+            first = max(row.num_computed, row.num_known)  # the table has the tokens before this one
             batch.tokens += [(row.row, first + i, token_id) for i, token_id in enumerate(seq.token_ids[first:])]
         if len(table) > num_sent:
             batch.blocks.append(BlockUpdate(row.row, num_sent, table[num_sent:]))
@@ -214,10 +215,10 @@ class ModelDrafter:
         return True
 
     def _read_ahead(self, drafts: dict[Sequence, list[int]], batch: Batch, most: int) -> Batch:
-        """Compute long chunks of known tokens, so that few are left for the first step of the drafts. Takes the
-        sequences of which more is left out of `drafts`.
+        """Compute long chunks of known tokens, so that few are left for the first step of the drafts. Removes from
+        `drafts` the sequences that have more tokens left.
 
-        Args: batch: changes of the table, for the first step that runs. most: tokens to compute, at least 1.
+        Args: batch: changes of the table, for the first step that runs. most: most tokens to compute, at least 1.
         Returns: the batch for the next step.
         """
         for seq in list(drafts):
@@ -239,7 +240,7 @@ class ModelDrafter:
         return batch
 
     def _step(self, seqs: list[Sequence], batch: Batch) -> None:
-        """Compute what is missing of each sequence, and sample the token behind it."""
+        """Compute the missing tokens of each sequence, and sample the next one."""
         started = time.perf_counter()
         order = sorted(seqs, key=lambda seq: len(self.rows[seq].tokens) - self.rows[seq].num_computed > 1)
         total = 0

@@ -1,12 +1,12 @@
 """Drafts: guesses at the next tokens of sequences, of which one step checks several.
 
 A decode with a draft is a row of a step with 1 + n tokens: the last known token, and the n tokens of the draft. A token
-is sampled behind each of them. As long as the samples equal the draft, they are the sequence's next tokens. The first
-sample that differs is its next token, too. What follows was computed with a wrong token: it is dropped, and later steps
-overwrite its K and V. So the output does not depend on drafts, only the number of steps does.
+is sampled after each of them. As long as the samples equal the draft, they are the sequence's next tokens. The first
+sample that differs is also a next token. The samples after it were computed with a wrong token: they are dropped, and
+later steps overwrite their K and V. So the output does not depend on drafts; only the number of steps does.
 
-A `Drafter` makes the guesses (see lookup.py and draft_model.py). `Drafts` says which of them a step tries, and what
-follows from the samples.
+A `Drafter` makes the guesses (see lookup.py and draft_model.py). `Drafts` decides which guesses a step tries, and which
+tokens follow from the samples.
 """
 
 from bisect import insort
@@ -29,9 +29,9 @@ class Drafter(Protocol):
         """Draft the tokens that follow the known tokens of some of these sequences.
 
         Args:
-            decodes: those of `schedule.singles` that may have drafts.
+            decodes: the sequences of `schedule.singles` that may have drafts.
             most: how many tokens all drafts together may have. More are cut off.
-            schedule: of the step, with `singles` and `chunks`.
+            schedule: the step's schedule, with `singles` and `chunks`.
         """
 
     def learn(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
@@ -48,7 +48,7 @@ class Drafter(Protocol):
 
 
 class Drafts:
-    """What a scheduler does with the guesses of a drafter (the `Drafts` of engine/attached.py)."""
+    """Applies the guesses of a drafter in a scheduler (the `Drafts` of engine/attached.py)."""
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
@@ -56,7 +56,7 @@ class Drafts:
         self.rest, self.restart = drafter.rest, drafter.restart
 
     def write(self, queues: Queues, schedule: Schedule, max_num_seqs: int) -> None:
-        """Write the work of a step into its batch, and at its end the decodes that have drafts."""
+        """Write the work of a step into its batch. Decodes with drafts come last."""
         drafts = self.choose(queues, schedule, max_num_seqs)
         schedule.singles = [seq for seq in schedule.singles if seq not in drafts]
         queues.writer.write(schedule)
@@ -68,8 +68,8 @@ class Drafts:
     ) -> dict[Sequence, tuple[list[int], list[bytes]]]:
         """The drafts that a step tries, when its other work is scheduled.
 
-        They take only what is left of the token budget and of the free blocks; those of refused drafts are given back
-        before the next step is scheduled. There are none in a step that preempts a group, or runs a suspect alone.
+        Drafts take only what is left of the token budget and of the free blocks. The blocks of refused drafts are given
+        back before the next step is scheduled. A step that preempts a group, or runs a suspect alone, has no drafts.
 
         Returns: each draft, and the mask of each token that its sequence samples, if the sequence has masks.
         """
@@ -90,7 +90,7 @@ class Drafts:
             if draft and seq.token_mask is not None:
                 try:
                     masks = seq.token_mask.follow(seq.output_token_ids, draft)
-                except ValueError:  # there is no mask even without the draft, which ends the request (see find_masks)
+                except ValueError:  # even without the draft there is no mask, which ends the request (see find_masks)
                     continue
                 draft = draft[: len(masks) - 1]
             if draft:
@@ -102,7 +102,7 @@ class Drafts:
     def accept(self, queues: Queues, schedule: Schedule, result: BatchResult, now: float) -> list[Sequence]:
         """Take in the samples of the decodes with drafts. Returns the sequence of each token that was appended.
 
-        Args: result: of the step; the samples of decodes with drafts are its last ones. now: when it came.
+        Args: result: the step's result; samples of decodes with drafts come last. now: the time when it came.
         """
         taken: list[Sequence] = []
         end = len(schedule.samplers)
@@ -125,9 +125,9 @@ class Drafts:
         return taken
 
     def judge(self, draft: list[int], sampled: list[int]) -> list[int] | None:
-        """The tokens that follow a sequence, by what was sampled behind its last known token and behind each token of
-        its draft. None if it is to be computed again without a draft: no token could be sampled somewhere, and perhaps
-        only because of the draft. K and V that are not finite change what other tokens attend to."""
+        """The next tokens of a sequence, given the samples after its last known token and after each token of its
+        draft. None if it must be computed again without a draft, because no token could be sampled somewhere: perhaps
+        the draft is the cause. K and V that are not finite change what other tokens attend to."""
         if NO_TOKEN in sampled:
             return None
         agreed = 0
@@ -137,8 +137,8 @@ class Drafts:
 
 
 def takes_drafts(seq: Sequence) -> bool:
-    """Whether a row of a step may have a draft: a decode, but not of a beam, and not where completions compete by
-    log-probabilities that are not kept: those behind a stop string could not be taken back."""
+    """Whether a sequence may have a draft in a step. It must be a decode, and not a beam. It must not compete with
+    other completions by log-probabilities that are not kept: those after a stop string could not be taken back."""
     group = seq.group
     return (
         seq.takes_drafts
@@ -150,7 +150,7 @@ def takes_drafts(seq: Sequence) -> bool:
 
 
 def _add_draft(writer: BatchWriter, schedule: Schedule, seq: Sequence, draft: list[int], masks: list[bytes]) -> None:
-    """Add a decode with a draft: a token is sampled behind its last known token and behind each of the draft."""
+    """Add a decode with a draft: a token is sampled after its last known token and after each token of the draft."""
     batch, start, count = schedule.batch, seq.num_computed_tokens, 1 + len(draft)
     first = batch.num_tokens
     writer.grow(batch, seq, count)
@@ -169,14 +169,14 @@ def _add_draft(writer: BatchWriter, schedule: Schedule, seq: Sequence, draft: li
 def _append(
     queues: Queues, seq: Sequence, token_ids: list[int], logprobs: list[LogprobTable | None], now: float
 ) -> int:
-    """Append tokens to a sequence up to one that ends it. Returns how many were appended."""
+    """Append tokens to a sequence until one ends it. Returns how many were appended."""
     group, manager, number, ending = seq.group, queues.block_manager, 0, None
     group.metrics.count_step(now)
     seq.num_in_flight = len(token_ids)
     while ending is None and number < len(token_ids):
         ending = seq.take(token_ids[number], logprobs[number])
         number += 1
-    if group.status is Status.RUNNING:  # it has its blocks
+    if group.status is Status.RUNNING:  # it still has its blocks
         seq.num_computed_tokens = len(seq.token_ids) - 1
         manager.register(seq.seq_id, seq.token_ids, seq.num_computed_tokens, seq.cache_salt)
         manager.slide(seq.seq_id, seq.num_computed_tokens)

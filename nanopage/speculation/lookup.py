@@ -3,23 +3,23 @@ which drafts pay, also for those of a draft model (draft_model.py).
 
 A text often repeats parts of itself: an answer quotes the document it is about, an edit copies most of the code. If the
 last few tokens of a sequence have occurred in it before, the draft is what followed them there (prompt lookup; Saxena
-2023). A step computes the draft beside the last known token and samples a token behind each of them. As long as the
-samples equal the draft, they are what one step after the other would have sampled, and one step yields several tokens.
-The first sample that differs is still right, because it depends only on the tokens before it. What follows is dropped.
+2023). A step computes the draft together with the last known token, and samples a token after each of them. As long as
+the samples equal the draft, single steps would have sampled the same tokens, and one step yields several of them. The
+first sample that differs is still right, because it depends only on the tokens before it. Later samples are dropped.
 
-So the output is exactly that without drafts, with seeds as well, because the noise of a token depends only on the seed,
-the position and the token id. (In dtypes smaller than float64, rounding depends on the number of rows of a step,
+So the output is exactly the output without drafts, even with seeds, because the noise of a token depends only on the
+seed, the position and the token id. (In dtypes smaller than float64, rounding depends on the number of rows of a step,
 as it does without drafts, and near-ties can fall either way.)
 
 A draft costs time whether it is right or not. `DraftGains.choose` takes the drafts that promise to save the most time:
 
-    tokens     of a draft, p + p^2 + ... + p^n are accepted if each of them is with probability p (`Acceptance`): it
-               follows from the sequence's drafts so far, and from all drafts that came from as long an n-gram
-    worth      of such a token: a step for all sequences together, which share it (`worths_of`)
-    seconds    those of a line that is fitted to the steps with as many rows, by their tokens of drafts (`StepTimes`)
+    tokens     a draft of n tokens yields p + p^2 + ... + p^n tokens if each is accepted with probability p. p comes
+               from the sequence's earlier drafts, and from all drafts after an n-gram of this length (`Acceptance`)
+    worth      an accepted token saves a step for all sequences together, which share this gain (`worths_of`)
+    seconds    a line gives a step's time by its tokens of drafts, fitted to steps with as many rows (`StepTimes`)
 
-Estimates can be wrong, so it keeps an account, which begins with the time of three steps. Drafts pay what they lose,
-and each step adds a 200th of a step. When the account is empty, there are no drafts until it has something again.
+Estimates can be wrong, so `DraftGains` keeps an account, which begins with the time of three steps. Drafts pay what
+they lose, and each step adds a 200th of a step. While the account is empty, there are no drafts.
 """
 
 from collections.abc import Callable
@@ -30,24 +30,24 @@ from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence
 from nanopage.outputs import StepStats
 
-MOST_ROWS = 32  # With more sequences, a step computes so much that drafts do not pay: do not even look for them.
-LEAST_SPEEDUP = 1.08  # that drafts must promise: both the times and the shares are estimates
-EXPECTED_SHARE = 0.5  # of the tokens of drafts that is accepted, before anything is known
-OTHERS_COUNT = 2  # What was accepted of drafts of other sequences counts like so many tokens of a sequence's own.
+MOST_ROWS = 32  # With more sequences, a step computes so much that drafts do not pay, so none are looked for.
+LEAST_SPEEDUP = 1.08  # drafts must promise at least this, because times and shares are only estimates
+EXPECTED_SHARE = 0.5  # accepted share of the tokens of drafts, before anything is known
+OTHERS_COUNT = 2  # The accepted share of other sequences' drafts counts like this many tokens of the sequence's own.
 MOST_LOSS = 3.0  # steps that drafts may lose before they are given up for a while
-LOSS_PER_STEP = 0.005  # by which this grows with each step
-FIXED_COST = 32  # of a step, in rows, until steps with drafts are measured: a high guess, so that a draft is tried
-FORGET_AFTER = 256  # steps, after which a measured time is measured again
+LOSS_PER_STEP = 0.005  # added to this limit after each step
+FIXED_COST = 32  # a step's cost besides its rows, in rows, before drafts are measured: high, so that one is tried
+FORGET_AFTER = 256  # steps after which a time is measured again
 
 
 class DraftGains:
-    """Which drafts pay: learns from the steps of an engine what they take, and how often drafts are right."""
+    """Decides which drafts pay. Learns from an engine's steps how long they take and how often drafts are right."""
 
     def __init__(self) -> None:
         self.costs = StepCosts()
-        self.acceptance: dict[int, Acceptance] = {}  # of all drafts for the same reason
+        self.acceptance: dict[int, Acceptance] = {}  # reason -> acceptance of all drafts with this reason
         self.may_lose = MOST_LOSS  # time that drafts may still lose, in steps
-        self.saved = 0.0  # by the drafts of this step, in steps
+        self.saved = 0.0  # time that the drafts of this step have saved, in steps
 
     def choose(
         self,
@@ -59,10 +59,10 @@ class DraftGains:
         """How many tokens of each draft promise to save the most time.
 
         Args:
-            drafts: how long each could be. The `reason` of the sequence's state is the draft's.
+            drafts: how long each draft could be. The state of the sequence has the draft's `reason`.
             most: tokens of all drafts together.
             schedule: of the step.
-            seconds_to_make: the time in which drafts of up to so many tokens are made.
+            seconds_to_make: number of tokens -> the time for making drafts of up to this length.
         """
         times = self.costs.of(len(schedule.singles))
         if times is None or self.may_lose <= 0:
@@ -87,7 +87,7 @@ class DraftGains:
         for _, place, seq in gains[:best]:
             lengths[seq] = place
         refused = [state_of(seq) for seq in drafts.keys() - lengths.keys()]
-        for state in refused:  # so that they are tried again some day
+        for state in refused:  # so that their sequences get drafts again some day
             state.acceptance.fade(0.98)
         if not lengths:
             for reason in {state.reason for state in refused}:
@@ -102,7 +102,7 @@ class DraftGains:
         self._acceptance(state.reason).add(num_drafted, num_accepted, 0.99)
 
     def observe(self, stats: StepStats, seconds: float, seconds_to_make: float = 0.0) -> None:
-        """Take in a step and its time, without that of making its drafts."""
+        """Take in a step and its time, without the time for making its drafts."""
         num_rows, saved, self.saved = stats.decode_tokens - stats.draft_tokens, self.saved, 0.0
         if stats.prefill_tokens or stats.swapped_in or stats.swapped_out or num_rows <= 0:
             return
@@ -117,13 +117,13 @@ class DraftGains:
 
 
 def worths_of(schedule: Schedule, row: float) -> dict[Sequence, float]:
-    """How much time a token more saves in each sequence of a step, in steps.
+    """How much time one more token saves in each sequence of a step, in steps.
 
-    If requests wait, each saves its share of a step, because another request gets the row earlier. Otherwise it saves
-    only what its row costs, and the rest of a step where the others wait for this sequence: this share is the larger,
-    the more tokens a sequence may still get.
+    If requests wait, a token saves its share of a step, because another request gets the row earlier. Otherwise it
+    saves the cost of its row, and a share of the rest of a step, because the others may wait for this sequence. The
+    more tokens a sequence may still get, the larger is its share.
 
-    Args: row: the part of a step's time that a row more costs.
+    Args: row: the cost of one more row, as a part of a step's time.
     """
     num_rows = len(schedule.singles)
     if schedule.wait is not None:
@@ -156,10 +156,10 @@ class NgramDrafter:
         self.gains.observe(stats, stats.seconds)
 
     def rest(self) -> None:
-        """What it knows of a sequence goes with the sequence."""
+        """Does nothing: the knowledge of a sequence ends with the sequence."""
 
     def restart(self) -> None:
-        """What it knows of a sequence depends on nothing but its tokens."""
+        """Does nothing: the knowledge of a sequence depends only on its tokens."""
 
     def _draft(self, seq: Sequence) -> list[int]:
         state = state_of(seq)
@@ -172,8 +172,8 @@ class NgramDrafter:
 class NgramIndex:
     """Where the n-grams of a sequence have last occurred, for all n from `shortest` to `longest`.
 
-    `followers` has, for each n-gram, the position of the token that followed it there. It is extended when a draft is
-    asked for, by the tokens that have come since: a microsecond for each.
+    `followers` has, for each n-gram, the position of the token that followed it there. A call of `draft` first adds the
+    tokens that have come since the last one, which takes a microsecond for each.
     """
 
     def __init__(self, longest: int, shortest: int):
@@ -182,11 +182,11 @@ class NgramIndex:
         self.num_indexed = 0  # tokens
 
     def draft(self, token_ids: list[int], num_tokens: int) -> tuple[list[int], int]:
-        """What followed the longest n-gram at the end of `token_ids` when it last occurred, and the length of this
-        n-gram; an empty list and 0 if none has occurred. Where what followed reaches the end, it is repeated from its
-        beginning.
+        """The tokens that followed the longest n-gram at the end of `token_ids` when it last occurred, and the n-gram's
+        length. An empty list and 0 if no n-gram has occurred. If the tokens that followed reach the end, they are
+        repeated from their beginning.
 
-        Args: token_ids: those of the previous call, and more.
+        Args: token_ids: the tokens of the previous call, and more.
         """
         self._extend(token_ids)
         end = len(token_ids)
@@ -206,10 +206,10 @@ class NgramIndex:
 
 @dataclass(slots=True)
 class Acceptance:
-    """Which share of the tokens of drafts is accepted. Later drafts count more than earlier ones."""
+    """The accepted share of the tokens of drafts. Later drafts count more than earlier ones."""
 
     accepted: float = 0.0
-    tried: float = 0.0  # accepted tokens, and the first of each draft that was not
+    tried: float = 0.0  # accepted tokens, and the first token of each draft that was not accepted
 
     def add(self, num_drafted: int, num_accepted: int, kept: float) -> None:
         """Count a draft. kept: how much of the present counts stays."""
@@ -222,16 +222,16 @@ class Acceptance:
         self.tried *= kept
 
     def share(self, expected: float, weight: float = 1.0) -> float:
-        """The share. What is expected before anything is known counts like `weight` tokens."""
+        """The accepted share. The share that is expected before anything is known counts like `weight` tokens."""
         return (self.accepted + weight * expected) / (self.tried + weight)
 
 
 @dataclass(slots=True)
 class DraftState:
-    """What a drafter keeps of a sequence.
+    """What a drafter knows of a sequence.
 
     reason: what its last draft came from: the length of the n-gram; 0 if a model made it.
-    worth: the time that a token of it saves, in steps.
+    worth: the time that a token of the draft saves, in steps.
     """
 
     index: NgramIndex | None = None
@@ -247,22 +247,22 @@ def state_of(seq: Sequence) -> DraftState:
 
 
 class StepTimes:
-    """The time of steps with so many rows: a mean of those without drafts, and what drafts add to it.
+    """The time of steps with a given number of rows: the mean without drafts, and the time that drafts add.
 
     A step with n > 0 tokens of drafts takes 1 + a + b n times that mean. A regression fits a and b to the steps that
     had drafts and to two points of a guess. Multiples stay right when contexts grow, or when another process takes a
     core. Later steps count more than earlier ones.
 
     Args:
-        seconds: of the first step without drafts.
-        number: of this step, among all steps.
+        seconds: the time of the first step without drafts.
+        number: the number of this step, among all steps.
         guess: the multiple that a token of a draft is expected to add.
     """
 
     def __init__(self, seconds: float, number: int, guess: float):
         self.restart(seconds, number)
         self.guess = guess
-        self.sums = [0.0] * 5  # over steps with drafts: 1, n, n^2, y and n y, where y is a step's multiple less 1
+        self.sums = [0.0] * 5  # over steps with drafts: 1, n, n^2, y and n y, where y is a step's multiple minus 1
 
     def restart(self, seconds: float, number: int) -> None:
         """Forget the mean, and begin with this step, which had no drafts."""
@@ -287,7 +287,7 @@ class StepTimes:
 
     def line(self) -> tuple[float, float]:
         """a and b."""
-        guesses = powers(1, self.guess), powers(8, 8 * self.guess)  # each counts like a quarter of a step
+        guesses = powers(1, self.guess), powers(8, 8 * self.guess)  # each guess counts like a quarter of a step
         count, n, nn, y, ny = (s + (one + eight) / 4 for s, one, eight in zip(self.sums, *guesses, strict=True))
         b = max(0.0, (count * ny - n * y) / (count * nn - n * n))
         return (y - b * n) / count, b
@@ -299,7 +299,7 @@ def powers(n: int, y: float) -> tuple[float, ...]:
 
 
 class StepCosts:
-    """How long steps of decodes take. Times of steps without drafts are forgotten if none has come for a while."""
+    """How long steps of decodes take. A time without drafts is forgotten if no such step has come for a while."""
 
     def __init__(self) -> None:
         self.times: dict[int, StepTimes] = {}  # by the rounded number of rows
@@ -319,7 +319,7 @@ class StepCosts:
             self.times[rounded(num_rows)] = StepTimes(seconds, self.num_steps, 1 / (num_rows + FIXED_COST))
 
     def of(self, num_rows: int) -> StepTimes | None:
-        """The times of steps with so many rows; None if those without drafts have not been measured twice lately."""
+        """The times of steps with `num_rows` rows; None if steps without drafts have not been measured twice lately."""
         times = self.times.get(rounded(num_rows))
         return times if times is not None and times.count > 1 and self._is_recent(times) else None
 

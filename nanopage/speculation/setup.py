@@ -1,4 +1,4 @@
-"""What makes the drafts of an engine, by its options: prompt lookup, or a draft model with a worker of its own."""
+"""Chooses what makes the drafts of an engine, by its options: prompt lookup, or a draft model with its own worker."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,9 +25,9 @@ def choose_drafts(
     tokenizer: Tokenizer | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> Callable[[Capacity], Drafts]:
-    """What makes the drafts of an engine.
+    """Choose what makes the drafts of an engine.
 
-    Raises: ValueError, FileNotFoundError for a draft model that is not there or does not fit.
+    Raises: ValueError, FileNotFoundError for a draft model that does not exist or does not fit.
     """
     if speculation.method == "ngram":
         return lambda capacity: Drafts(NgramDrafter(speculation))
@@ -59,15 +59,15 @@ def choose_drafts(
 
 
 def _blocks_for_drafts(config: EngineConfig, capacity: Capacity, draft_config: ModelConfig, max_model_len: int) -> int:
-    """The size of a draft model's pool: it holds as many sequences of `max_model_len` tokens as the model's."""
+    """The size of a draft model's pool. It holds as many sequences of `max_model_len` tokens as the model's pool."""
     windows = divide_layers(draft_config.sliding_windows, max_model_len).windows
-    needed = BlockNeeds(windows, config.block_size, max_model_len).of([max_model_len])  # it takes them all at once
+    needed = BlockNeeds(windows, config.block_size, max_model_len).of([max_model_len])  # all blocks at once
     by_model = BlockNeeds(capacity.windows, config.block_size, config.token_budget(capacity.device)).of([max_model_len])
     return max(needed, capacity.num_blocks * needed // by_model)
 
 
 def _options_of_draft_model(config: EngineConfig, model: str, num_blocks: int, max_model_len: int) -> EngineConfig:
-    """Those of the engine that also hold for the draft model's worker."""
+    """The engine's options, changed for the draft model's worker."""
     return replace(
         config,
         model=model,

@@ -1,1 +1,1 @@
-"""`nanopage chat`, and what programs show and read. No engine logic."""
+"""`nanopage chat`, and the terminal input and output of programs. No engine logic."""

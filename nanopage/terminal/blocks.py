@@ -1,7 +1,7 @@
 """The live view in a terminal: queues, requests, blocks and sentences of a Picture, drawn with rich.
 
-A block is the number of its request, `×2` if several sequences share it, `▒` if only the prefix cache has it, and `·`
-if it is free. So it can be read without colour, too.
+A block is shown as the number of its request, `×2` if several sequences share it, `▒` if only the prefix cache has it,
+and `·` if it is free. So it can be read without colour, too.
 """
 
 from rich.console import Group, RenderableType
@@ -87,7 +87,7 @@ def _requests(picture: Picture, numbers: list[int]) -> Table:
 
 
 def _bar(request: Request, longest: int, width: int = 24) -> Text:
-    """What is computed of the prompt, what is not, and the output."""
+    """A bar of the prompt's computed part, the rest of the prompt, and the output."""
     scale = width / max(1, longest)
     done = round(min(request.computed, request.prompt) * scale)
     prompt, whole = round(request.prompt * scale), round(request.tokens * scale)
@@ -95,8 +95,8 @@ def _bar(request: Request, longest: int, width: int = 24) -> Text:
 
 
 def _blocks(count: int, owners: dict[int, list[int]], cached: set[int], width: int, height: int) -> Text:
-    """The block map: a block is three columns wide if there is room, else one; or a column stands for several. If there
-    is no room for all, free blocks at the end are left out."""
+    """The block map. A block is three columns wide if there is room, else one column, or a column stands for several
+    blocks. If there is no room for all, free blocks at the end are left out."""
     text, num_all = Text(), count
     if -(-count // max(1, width // WIDE)) > height:
         count = min(count, max([*owners, *cached, width]) + 1)

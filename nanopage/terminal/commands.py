@@ -1,4 +1,4 @@
-"""What a line that begins with a slash does. `argument` is None if there is none."""
+"""The commands: lines that begin with a slash. `argument` is None if there is none."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from nanopage.terminal.text import say, say_drawn, say_table
 from nanopage.text.detokenizer import REPLACEMENT
 from nanopage.view.frames import Frames, Picture
 
-MAP_LINES = 20  # of /blocks
+MAP_LINES = 20  # lines of the map of /blocks
 
 
 def show_help(chat: Conversation, argument: str | None) -> None:
@@ -103,7 +103,7 @@ def _begun(chat: Conversation) -> tuple[str, list[int]]:
     else:
         return text, chat.last_ids  # bytes that are no character at all
     text = text.removesuffix(REPLACEMENT) if cut else text
-    # Ctrl-C may have come when the end was not shown yet, as the possible beginning of a stop string.
+    # At Ctrl-C, the end may have been hidden still, as the possible beginning of a stop string.
     decoded = tokenizer.decode(ids, chat.session.params.skip_special_tokens)
     return decoded if decoded.startswith(text) else text, ids
 
@@ -159,7 +159,7 @@ def _list_kept(kept: list[Path]) -> None:
 
 
 def _summary(file: Path) -> tuple[str, str, str]:
-    """When a kept conversation was last changed, its turns, and how it began."""
+    """The time of a kept conversation's last change, its number of turns, and its beginning."""
     session, when = Session(SamplingParams()), ""
     with contextlib.suppress(OSError):
         when = f"{datetime.fromtimestamp(file.stat().st_mtime):%Y-%m-%d %H:%M}"

@@ -1,4 +1,4 @@
-"""The conversation: messages, replies, and what begins with a slash."""
+"""The conversation: messages, replies, and commands."""
 
 import bisect
 import dataclasses
@@ -19,8 +19,8 @@ from nanopage.terminal.tools import Toolbox
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.weights import hub, loader
 
-WARN_AT = 0.8  # of the context
-MAX_CALLS = 8  # replies with calls of tools to one message; the one after them is the last
+WARN_AT = 0.8  # share of the context
+MAX_CALLS = 8  # replies with calls of tools to one message; the next reply is the last
 Load = Callable[[str | None], tuple[LLM, str, SamplingParams]]
 Command = tuple[str, str, Callable[["Conversation", str | None], None]]  # form of its argument, description, function
 RULE = (
@@ -39,11 +39,11 @@ class Conversation:
     Args:
         llm: the model.
         session: the turns and settings to begin with.
-        commands: what a line that begins with a slash does, by name.
-        raw: use no chat template. The model goes on with one text, to which each message is added as it is.
+        commands: the commands (lines that begin with a slash), by name.
+        raw: use no chat template. Each message is added as it is to one text, which the model goes on with.
         plain: show replies as text, not as rendered Markdown.
         verbose: say more, and show the tracebacks of errors.
-        kept: writes the conversation to disk while it goes on; None writes neither the conversation nor a history.
+        kept: writes the conversation to disk while it goes on. None: write neither the conversation nor a history.
         model: the argument with which `load` made `llm`.
         load: makes another LLM, with its name and its settings, for /model.
         toolbox: functions that the model may call.
@@ -72,11 +72,11 @@ class Conversation:
         self.known: list[int] = []  # tokens with which the next prompt should begin
         self.last: Reply | None = None  # the session's last reply, if this process generated its end
         self.last_ids: list[int] = []  # all tokens of that reply
-        self.earlier: list[tuple[list[dict], int, str]] = []  # messages and `first` for /undo, and what it then says
+        self.earlier: list[tuple[list[dict], int, str]] = []  # for /undo: messages, `first`, and the words to say
         self.done = False
         self._typed = bytearray()  # during replies, for the next prompt
         if shows_markdown(plain):
-            import nanopage.terminal.markdown  # noqa: F401 (now: the first token should not wait for it)
+            import nanopage.terminal.markdown  # noqa: F401 (imported now, so that the first token does not wait)
 
     @property
     def llm(self) -> LLM:
@@ -122,14 +122,14 @@ class Conversation:
                 say(f"Ctrl-D leaves{'.' if prompt.dumb else ', and so does another Ctrl-C.'}")
 
     def _take_safely(self, text: str) -> None:
-        """Do what `text` says. Errors are shown, and the conversation goes on."""
+        """Answer or run `text`. Errors are shown, and the conversation goes on."""
         try:
             self.take(text)
         except KeyboardInterrupt:
             say("Stopped.")
         except (SystemExit, BrokenPipeError):  # stdout has no reader any more
             raise
-        except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+        except BaseException as error:  # when Rust panics, tokenizers raises something that is not an Exception
             say(describe_error(error, self.verbose), "red")
         self._keep()
 
@@ -181,9 +181,9 @@ class Conversation:
         """Answer the last of `messages`. They and the reply become the session's.
 
         Args:
-            steps: calls of tools and their results that the reply comes after.
+            steps: calls of tools and their results, which come before the reply.
             undone: what /undo says when it takes the reply back.
-            begun, begun_ids: what the reply begins with already, as text and as tokens.
+            begun, begun_ids: the existing beginning of the reply, as text and as tokens.
         """
         begun_ids, steps = begun_ids or [], list(steps)
         for number in range(MAX_CALLS + 1):
@@ -249,9 +249,10 @@ class Conversation:
         return encode(self.llm, prompt + steps, None if self.toolbox is None else self.toolbox.describe())
 
     def _fit(self, messages: list[dict], num_begun: int, steps: list[dict]) -> int:
-        """The index of the first message to send: as before, or later if a reply would not fit (RULE).
+        """The index of the first message to send: the same as before, or a later one if a reply would not fit (RULE).
 
-        Many turns go at once, because what follows them is computed again. `num_begun` tokens follow the messages.
+        Many turns are left out at once, because what follows them is computed again. `num_begun` tokens follow the
+        messages.
         """
 
         def count(first: int) -> int:
@@ -283,7 +284,7 @@ class Conversation:
         self.llm.engine.input_processor.make_request("check", {"prompt_token_ids": [0]}, params)
 
     def undo(self) -> str:
-        """Take back the last change of the conversation. Returns which. Raises ValueError if there is none."""
+        """Take back the last change of the conversation. Returns words for it. Raises ValueError if there is none."""
         if self.earlier:
             messages, first, undone = self.earlier.pop()
         elif self.session.messages:
@@ -323,7 +324,7 @@ class Conversation:
         say(f"{len(self.session.messages) // 2} turn(s) from {name}.{other}")
 
     def switch_model(self, model: str | None) -> None:
-        """Go on with another model: an argument of `load`, or the name that a model was shown by before.
+        """Go on with another model. `model` is an argument of `load`, or the name under which a model was shown before.
 
         Raises: ValueError, OSError, MemoryError; the present model then stays, or is loaded again.
         """
@@ -349,10 +350,10 @@ class Conversation:
             raise ValueError(f"{path} has no chat template: it is a base model, and needs --raw")
 
     def _load_model(self, model: str | None, changed: dict) -> None:
-        """Load another model, with its own settings except for `changed`, which the user has set."""
+        """Load another model. It uses its own settings, except for `changed`, which the user has set."""
         if self._load is None:
             raise RuntimeError("there is no way to load a model here")
-        self._llm = None  # freed first: two models may not fit into memory
+        self._llm = None  # free the old model first: two models may not fit into memory
         gc.collect()
         with unechoed():
             self._llm, name, defaults = self._load(model)

@@ -1,13 +1,13 @@
 """Finds a reply that repeats itself without end, as small models do.
 
-A reply is read as words, numbers and signs. A word is expected if it followed here before, after the same two words,
-after the last one, or two places behind the same word. A number is expected if it goes on as it counted there before. A
-sentence or line in which only one place was not expected counts as expected, unless that is a large part of it. So a
-numbered line, a line with one changing word, a list of "X: same sentence" and a long paragraph are found as well as an
-exact loop. A reply is a loop if nearly all of its last WINDOW words were expected.
+A reply is read as words, numbers and signs. A word is expected if it stood before in the same place: after the same two
+words, after the same last word, or two places behind the same word. A number is expected if it continues the count in
+its place. A sentence or line with only one unexpected place counts as expected, unless this place is a large part of
+it. So the guard finds exact loops, and also numbered lines, lines with one changing word, lists of "X: same sentence"
+and long paragraphs. A reply is a loop if nearly all of its last WINDOW words were expected.
 
-A reply that goes round in circles has no such form ("I see you. You see me. I never see me."), but few words. So prose
-is a loop, too, if its last PROSE words are at most FEW different ones. Prose has few signs besides those of a sentence.
+A reply that goes round in circles has no such form ("I see you. You see me. I never see me."), but uses few words. So
+prose is a loop, too, if its last PROSE words are at most FEW different words. Prose has few signs besides punctuation.
 
 Of 4,290 pieces of Python's own code, of licenses and of nanopage's code and documents, 4,000 characters each, three are
 taken for loops: tables that Python's authors generated. The prose among them has 58 different words or more.
@@ -17,29 +17,29 @@ import re
 from collections import Counter, deque
 
 WINDOW = 240  # words
-SHARE = 0.95  # of these that are expected in a loop
+SHARE = 0.95  # expected share of these words in a loop
 LONGEST_UNIT = 40  # words of a sentence or line
-LONGEST_WORD = 12  # characters; a longer one is several
+LONGEST_WORD = 12  # characters; a longer word counts as several
 PROSE, FEW = 200, 36  # words
-FEW_SIGNS = PROSE // 10  # digits, brackets, operators and the like, among them
+FEW_SIGNS = PROSE // 10  # the most digits, brackets, operators and the like among these words
 SENTENCE_SIGNS = frozenset(".,!?;:'\"’“”‘-\n")
 WORD = re.compile(rf"(\S)\1{{3}}|\d{{1,9}}|[^\W\d_]{{1,{LONGEST_WORD}}}|[^\w\s]|_|\n")
 
 
 class LoopGuard:
-    """Reads a reply as it comes. The work for a word does not depend on the length of the reply."""
+    """Reads a reply as it comes. The work per word does not depend on the length of the reply."""
 
     def __init__(self) -> None:
-        self._rest = ""  # the end of the text: what comes may belong to its words
-        self._next: dict[tuple, str] = {}  # place -> what stood there last
-        self._counts: dict[tuple, tuple[int, int | None]] = {}  # place -> its last number, and the step to that
+        self._rest = ""  # the end of the text, whose last word may go on
+        self._next: dict[tuple, str] = {}  # place -> the last word in this place
+        self._counts: dict[tuple, tuple[int, int | None]] = {}  # place -> its last number, and the last step
         self._last = ("", "")
         self._unit: list[bool] = []  # whether each word of the present sentence or line was expected
         self._window: deque[bool] = deque(maxlen=WINDOW)
-        self._expected = 0  # in the window
+        self._expected = 0  # expected words in the window
         self._prose: deque[str] = deque()  # words and signs, as many as PROSE words take
-        self._used: Counter[str] = Counter()  # how often each is among them
-        self._num_signs = 0  # among them
+        self._used: Counter[str] = Counter()  # how often each word is among them
+        self._num_signs = 0  # signs among them
 
     def feed(self, text: str) -> bool:
         """Read on. Returns whether the reply has become a loop."""
@@ -66,7 +66,7 @@ class LoopGuard:
         return len(self._window) == WINDOW and self._expected >= SHARE * WINDOW
 
     def _circles(self, word: str) -> bool:
-        """Whether the last words are prose of few different ones. `word` is the last."""
+        """Whether the last words are prose with few different words. `word` is the last word."""
         if word in SENTENCE_SIGNS:
             return False
         self._prose.append(word)
@@ -82,7 +82,7 @@ class LoopGuard:
         return full and self._num_signs <= FEW_SIGNS and len(self._used) <= FEW
 
     def _is_expected(self, word: str) -> bool:
-        """Whether a word could be foreseen. Remembers it."""
+        """Whether a word was expected. Remembers it."""
         number = int(word) if word.isdecimal() else None
         word = "0" if number is not None else word
         first, second = self._last

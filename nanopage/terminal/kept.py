@@ -7,11 +7,11 @@ from pathlib import Path
 
 from nanopage.terminal.session import Session, write_atomically
 
-MOST = 20  # conversations that are kept; the oldest go
+MOST = 20  # conversations that are kept; older ones are deleted
 
 
 def may_keep() -> bool:
-    """Whether what was typed may be written to disk: not with NANOPAGE_HISTORY=0. Raises ValueError for nonsense."""
+    """Whether typed text may be written to disk: not with NANOPAGE_HISTORY=0. Raises ValueError for other values."""
     value = os.environ.get("NANOPAGE_HISTORY", "1")
     if value not in ("", "0", "1"):
         raise ValueError(f"NANOPAGE_HISTORY must be 0 or 1, got {value!r}")
@@ -30,16 +30,16 @@ class Kept:
         self.begin()
 
     def begin(self, file: Path | None = None, session: Session | None = None) -> None:
-        """Let the next `keep` write another conversation: a new one, or `session`, which was read from `file`.
+        """Make the next `keep` write another conversation: a new one, or `session`, which was read from `file`.
 
-        A kept `file` is then replaced by one with a new name, because another terminal may be writing to `file`.
+        A kept `file` is then replaced by a file with a new name, because another terminal may be writing to `file`.
         """
         self._before = file if file is not None and file.parent == self.directory else None
         self._written = session.to_json() if self._before is not None and session is not None else None
         self._file: Path | None = None
 
     def keep(self, session: Session) -> None:
-        """Write the conversation, if there is one and it has changed since. Raises OSError."""
+        """Write the conversation, if there is one and it has changed since the last call. Raises OSError."""
         text = session.to_json()
         if not session.messages or text == self._written:
             return

@@ -1,5 +1,5 @@
-"""The engine's messages, as `nanopage chat` shows them: warnings, what is marked `for_user`, and with --verbose the
-rest, never within a reply."""
+"""The engine's messages, as `nanopage chat` shows them: warnings, messages marked `for_user`, and with --verbose all
+others. They never appear within a reply."""
 
 import contextlib
 import logging
@@ -26,7 +26,7 @@ class _Held(logging.Handler):
 
 
 def say_log(verbose: bool) -> None:
-    """Print these messages, or all of them if `verbose`, instead of what the engine's own handler prints."""
+    """Print these messages, or all messages if `verbose`, in place of the engine's own handler."""
     handler = _Said()
     handler.addFilter(lambda record: verbose or record.levelno >= logging.WARNING or hasattr(record, "for_user"))
     LOGGER.handlers = [handler]
@@ -34,7 +34,7 @@ def say_log(verbose: bool) -> None:
 
 @contextlib.contextmanager
 def held_log() -> Iterator[None]:
-    """Messages wait until the block is left."""
+    """Hold messages back until the block ends."""
     handlers, held = LOGGER.handlers, _Held()
     LOGGER.handlers = [held]
     try:

@@ -1,7 +1,7 @@
-"""Markdown to a terminal while it is being written.
+"""Renders Markdown to a terminal while it is being written.
 
-A block (a paragraph, a list, a table) is printed once, when a blank line has closed it or the next one has begun. A
-line of fenced code outside lists and quotations is printed as soon as it is whole. What is printed belongs to the
+A block (a paragraph, a list, a table) is printed once, when a blank line has closed it or the next block has begun. A
+line of fenced code outside lists and quotations is printed as soon as it is whole. Printed text belongs to the
 scrollback. Only the end of the output, which still grows, is redrawn.
 """
 
@@ -26,21 +26,21 @@ from nanopage.terminal.text import terminal_reflows
 from nanopage.text.reasoning import END_THINK, THINK
 
 UP, ERASE_BELOW = "\x1b[{}A", "\r\x1b[J"
-# Rows that are redrawn must be single rows even if the terminal and rich disagree on how wide a glyph is.
+# Redrawn rows must be single rows even if the terminal and rich disagree on the width of a glyph.
 WRAP_OFF, WRAP_ON = "\x1b[?7l", "\x1b[?7h"
 STYLE = re.compile("\x1b\\[[0-9;]*m")
 # A frame is shown whole (synchronized output); terminals that do not know it ignore it.
 BEGIN_FRAME, END_FRAME = "\x1b[?2026h", "\x1b[?2026l"
-CONTEXT = 30  # lines of code that are looked at, at least, to highlight the next one
+CONTEXT = 30  # the least lines of code to look at for highlighting the next line
 
-# Without HTML and link definitions, which rich would not show, every block means by itself what it means in the text.
+# Without HTML and link definitions, which rich would not show, the meaning of a block does not depend on other blocks.
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]).disable("reference")
 BLOCKS = MarkdownIt("commonmark", {"html": False}).enable("table").disable(["reference", "inline"])
 INDENT = "\ufdd0"  # a noncharacter in Unicode
 
 
 def _keep_indents(state: StateCore) -> None:
-    """Small models write code without a fence. Markdown drops the blanks that a line begins with."""
+    """Keep the blanks at the beginning of a line, which Markdown drops: small models write code without a fence."""
     for token in state.tokens:
         if token.type == "inline":
             token.content = re.sub("(?<=\n) +", lambda blanks: INDENT * len(blanks[0]), token.content)
@@ -61,11 +61,11 @@ class BlockSplitter:
 
     def __init__(self):
         self.rest = ""
-        self.fence: Token | None = None  # the fence that `rest` begins with, by its whole lines
+        self.fence: Token | None = None  # the fence that the whole lines of `rest` begin with
         self._seen = 0  # characters of `rest` up to the end of its last whole line
 
     def feed(self, text: str) -> list[str]:
-        """Returns the blocks that have ended: a blank line closed them, or the next one has begun."""
+        """Add text. Returns the blocks that have ended: a blank line closed them, or the next block has begun."""
         self.rest += text
         blocks, seen = [], self._seen
         while (end := self.rest.find("\n", self._seen) + 1) > 0:
@@ -83,7 +83,7 @@ class BlockSplitter:
         return blocks
 
     def partial_line(self) -> str:
-        """The end of `rest` that is no whole line."""
+        """The last line of `rest`, if it is not whole yet."""
         return self.rest[self._seen :]
 
     def finish(self) -> list[str]:
@@ -95,7 +95,7 @@ class BlockSplitter:
 
 
 def _blocks(text: str) -> tuple[list[int], bool]:
-    """Where the top-level blocks begin, and whether the last of them has ended with a blank last line."""
+    """Where the top-level blocks begin, and whether the last one has ended with a blank line."""
     offsets = [0, *itertools.accumulate(len(line) + 1 for line in text.split("\n"))]
     tokens = [token for token in BLOCKS.parse(text) if token.level == 0 and token.nesting >= 0]
     lines = [token.map for token in tokens if token.map]
@@ -105,7 +105,7 @@ def _blocks(text: str) -> tuple[list[int], bool]:
 
 @dataclasses.dataclass
 class _Code:
-    """Lines `start` and on of a block of code."""
+    """The lines of a block of code, from line `start` on."""
 
     lines: list[str]
     start: int
@@ -122,9 +122,9 @@ class ReplyPrinter:
 
     Args:
         file: a terminal.
-        thinking: the reply begins within the model's thoughts: its template has written <think>.
-        interval: the minimum of seconds between two frames.
-        reflows: the terminal rewraps rows when it is made narrower.
+        thinking: whether the reply begins within the model's thoughts, because its template has written <think>.
+        interval: the least number of seconds between two frames.
+        reflows: whether the terminal rewraps rows when it is made narrower.
     """
 
     def __init__(self, file: TextIO, thinking: bool = False, interval: float = 0.1, reflows: bool | None = None):
@@ -135,18 +135,18 @@ class ReplyPrinter:
         self.thinking: bool | None = True if thinking else None  # None: too early to tell
         self._head = ""  # text that may still turn out to be thought, or an unfinished line of thought
         self._finished: list[RenderableType | _Code] = []  # for the next frame to print
-        self._code_printed = 0  # lines of the fenced code that is not finished
+        self._code_printed = 0  # printed lines of the unfinished fenced code
         self._drawn: list[str] = []  # each drawn row of the unfinished block, without styles
-        self._above = ""  # what was drawn of it before other programs wrote on the terminal
+        self._above = ""  # the part of it that was drawn before other programs wrote on the terminal
         self._printed = False
         self._next_frame = 0.0
 
     def skip(self, text: str) -> None:
-        """Take in text that was shown before. Only the block that it leaves unfinished is drawn again."""
+        """Take in text that was shown before. Only its unfinished last block is drawn again."""
         self._take(text)
 
     def go_on_below(self) -> None:
-        """Show what is to come below the cursor, because other programs have written on the terminal."""
+        """Show further text below the cursor, because other programs have written on the terminal."""
         self._above += "".join(self._drawn)
         self._drawn = []
 
@@ -169,7 +169,7 @@ class ReplyPrinter:
         self._draw(live=False)
 
     def _take(self, text: str) -> list[RenderableType | _Code]:
-        """Take in new text. Returns what it finishes."""
+        """Take in new text. Returns the pieces that it finishes."""
         finished: list[RenderableType | _Code] = []
         if self.thinking is None:
             self._head += text
@@ -191,7 +191,7 @@ class ReplyPrinter:
         return finished
 
     def _blocks(self, blocks: list[str]) -> list[RenderableType | _Code]:
-        """What is left to print of finished blocks: of code, the lines that are not printed yet."""
+        """The parts of finished blocks that are still to be printed. For code, these are the lines not printed yet."""
         pieces: list[RenderableType | _Code] = []
         for block in blocks:
             tokens = BLOCKS.parse(block)
@@ -219,7 +219,7 @@ class ReplyPrinter:
             self._above, self._printed = "", True
         self._finished, self._drawn = [], []
         if live:
-            # Only its last rows, with a row for the cursor below them: rows above the window cannot be redrawn.
+            # Draw only its last rows, with a row for the cursor below: rows above the window cannot be redrawn.
             lines = self._unfinished(columns - 1, rows)[-max(1, rows - 2) :]
             self._drawn = [STYLE.sub("", line).rstrip("\n") for line in lines]
             out += [WRAP_OFF, *lines, WRAP_ON] if lines else []
@@ -227,7 +227,7 @@ class ReplyPrinter:
         self.file.flush()
 
     def _rows_above(self, columns: int) -> int:
-        """Rows that the unfinished block takes on the screen now."""
+        """How many rows the unfinished block takes on the screen now."""
         if not self.reflows:
             return len(self._drawn)
         return sum(max(1, -(-cell_len(row) // columns)) for row in self._drawn)
@@ -239,7 +239,7 @@ class ReplyPrinter:
         text = self._head if self.thinking else self.blocks.rest
         if not text.strip():
             return []
-        # Only as much source as the window can show, so the work of a frame does not grow with the block.
+        # Render only as much source as the window can show, so the work of a frame does not grow with the block.
         tail = "".join(text[-2 * columns * rows :].splitlines(keepends=True)[-rows:])
         lines = self._render(Text(tail.rstrip("\n"), style="dim") if self.thinking else _markdown(tail), columns)
         return self._rest(lines) if self._above else self._spaced(lines)
@@ -259,7 +259,7 @@ class ReplyPrinter:
         return self._rest(rows) if self._code_printed or self._above else self._spaced(rows)
 
     def _rest(self, lines: list[str]) -> list[str]:
-        """The rows of a block that are left after what is shown above: whole rows from where that has changed."""
+        """The rows of a block that are not yet shown above. If those above have changed, whole rows from there on."""
         if not self._above:
             return lines
         above = "".join(self._above.split())
@@ -273,11 +273,11 @@ class ReplyPrinter:
         return []
 
     def _spaced(self, lines: list[str]) -> list[str]:
-        """Blocks are a blank line apart."""
+        """Put a blank line between blocks."""
         return ["\n", *lines] if self._printed and lines else lines
 
     def _render(self, renderable: RenderableType, columns: int) -> list[str]:
-        """Its rows with the terminal's line ends, without padding, and without blank rows at the start and the end."""
+        """Its rows with the terminal's line ends, without padding, and without blank first and last rows."""
         options = self.console.options.update(width=max(columns, 10), height=None)
         lines = [_right_stripped(line) for line in self.console.render_lines(renderable, options, pad=False)]
         while lines and not lines[0]:
@@ -296,7 +296,7 @@ class ReplyPrinter:
         return capture.get()
 
     def _size(self) -> tuple[int, int]:
-        """Columns and rows of the window as it is now, whatever COLUMNS said when the shell began."""
+        """Columns and rows of the window now. Ignores COLUMNS, which may be out of date."""
         try:
             size = os.get_terminal_size(self.file.fileno())
         except (OSError, ValueError):
@@ -305,7 +305,7 @@ class ReplyPrinter:
 
 
 def _cut(line: str, count: int) -> str:
-    """A row without its first `count` characters that are not blank, and the blanks after them. Styles stay."""
+    """Cut off the first `count` characters of a row that are not blank, and the blanks after them. Styles stay."""
     kept, begun = [], count == 0
     for piece in re.split(f"({STYLE.pattern})", line):
         while not begun and piece and not STYLE.fullmatch(piece) and (count or piece[0] == " "):
@@ -328,7 +328,7 @@ def _joined(pieces: list[RenderableType | _Code]) -> list[RenderableType | _Code
 
 
 def _code_lines(content: str) -> list[str]:
-    """The lines of code but the blank ones at its beginning and end."""
+    """The lines of code, without blank lines at the beginning and end."""
     lines = content.split("\n")
     while lines and not lines[-1].strip():
         del lines[-1]
@@ -383,6 +383,6 @@ def _markdown(text: str) -> Markdown:
     for token in markdown.parsed:
         for child in token.children or []:
             child.content = child.content.replace(INDENT, " ")
-            if child.type == "softbreak":  # verse, addresses, logs: a model's line ends are meant
+            if child.type == "softbreak":  # verse, addresses, logs: models mean their line ends
                 child.type = "hardbreak"
     return markdown

@@ -8,7 +8,7 @@ from nanopage.terminal.text import describe_error, discard, open_missing_streams
 
 
 def run(app: Callable[[], int], answers: bool = True) -> int:
-    """Run a command line, which raises SystemExit where it has an exit code. Returns the exit code otherwise.
+    """Run a command line. Returns the exit code, unless the command line raises SystemExit with one.
 
     Args: answers: whether the program is useless without a stdout.
     """
@@ -26,7 +26,7 @@ def run(app: Callable[[], int], answers: bool = True) -> int:
 
 
 def exit_code(work: Callable[[], int], verbose: bool) -> int:
-    """Do the work. Nothing that it raises is shown as a traceback, unless `verbose`."""
+    """Do the work. Exceptions are not shown as tracebacks, unless `verbose`."""
     try:
         code = work()
         sys.stdout.flush()
@@ -38,7 +38,7 @@ def exit_code(work: Callable[[], int], verbose: bool) -> int:
     except BrokenPipeError:  # the reader of our pipe has seen enough
         discard(sys.stdout)
         return 0
-    except BaseException as error:  # what tokenizers raises when Rust panics is not an Exception
+    except BaseException as error:  # when Rust panics, tokenizers raises something that is not an Exception
         say_error(describe_error(error, verbose))
-        discard(sys.stdout)  # or Python would fail again to write what is left
+        discard(sys.stdout)  # otherwise Python would fail again when it writes the rest
         return 1

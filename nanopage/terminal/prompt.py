@@ -1,4 +1,4 @@
-"""The line a message is typed on: history across sessions, pasted and triple-quoted blocks, completion of commands."""
+"""The input line: history across sessions, pasted and triple-quoted blocks, completion of commands."""
 
 import contextlib
 import os
@@ -35,16 +35,16 @@ class Prompt:
     """Reads messages from the terminal. Ctrl-Z suspends the program.
 
     `typed` says whether anything was typed since the last call of `read` began. It is always true on a dumb terminal,
-    which cannot move the cursor and does not tell.
+    which cannot move the cursor and does not report keys.
 
     Args:
         history: the file to keep messages in, made readable by the user alone; None, or a dumb terminal, keeps none.
-        commands: name -> the possible words of its argument, or None if the argument is a path.
+        commands: name -> the words that its argument can be, or None if the argument is a path.
     """
 
     def __init__(self, history: Path | None, commands: Mapping[str, Iterable[str] | None]):
         self.why_no_history = ""
-        self._ahead = ""  # what was typed ahead of a dumb terminal's prompt
+        self._ahead = ""  # text typed before a dumb terminal's prompt
         self.dumb = self.typed = is_dumb_terminal()
         self._session: PromptSession[str] | None = None
         if self.dumb:
@@ -73,7 +73,7 @@ class Prompt:
             )
 
     def type_ahead(self, typed: bytes) -> None:
-        """Begin the next line, or lines, with what was typed before the prompt could appear."""
+        """Begin the next line or lines with text that was typed before the prompt appeared."""
         text = typed.decode("utf-8", "surrogateescape")
         if self._session is None:
             self._ahead += text
@@ -97,7 +97,7 @@ class Prompt:
         else:
             self.typed = False
             text = self._session.prompt()
-        # A terminal can send bytes that are no UTF-8; a model cannot read them.
+        # A terminal can send bytes that are not UTF-8, which a model cannot read.
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def _line(self, prompt: str) -> str:
@@ -116,7 +116,7 @@ class Prompt:
 
 
 class _Renderer(Renderer):
-    """Erases the prompt after the terminal has become narrower and has rewrapped the prompt's rows.
+    """Erases the prompt correctly after the terminal has become narrower and has rewrapped the prompt's rows.
 
     prompt_toolkit by itself goes up only as many rows as it has drawn.
     """
@@ -149,7 +149,7 @@ def _ctrl_c() -> KeyBindings:
 
 
 def edit(text: str) -> str | None:
-    """Have the user change `text` in $VISUAL or $EDITOR, else vi. Returns what was saved; None if nothing was.
+    """Have the user change `text` in $VISUAL or $EDITOR, else vi. Returns the saved text; None if nothing was saved.
 
     Raises: ValueError if there is no such editor, or it fails.
     """

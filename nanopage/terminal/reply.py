@@ -1,4 +1,4 @@
-"""One reply: generated, shown as it comes, stopped by Ctrl-C or because it repeats itself, and measured."""
+"""Generates one reply, shows it as it comes, stops it on Ctrl-C or if it repeats itself, and measures it."""
 
 import contextlib
 import dataclasses
@@ -26,12 +26,12 @@ SPINNER_DELAY = 0.2  # seconds
 
 @dataclasses.dataclass
 class Reply:
-    """What came of a request.
+    """The result of a request.
 
     `finish_reason` is "stop", "length" (`max_tokens` or the context is used up), "abort" (a signal ended it),
-    "repetition" (it repeated itself) or "error" (`error` says which). Times are in seconds and rates in tokens a
-    second; None where there were too few tokens to tell. `num_prompt_tokens` includes `num_cached_tokens`, whose K and
-    V were in the prefix cache.
+    "repetition" (it repeated itself) or "error" (`error` says which). Times are in seconds and rates in tokens per
+    second. They are None if there were too few tokens. `num_prompt_tokens` includes `num_cached_tokens`, whose K and V
+    were in the prefix cache.
     """
 
     text: str
@@ -69,7 +69,7 @@ class Reply:
         )
 
     def footer(self, max_model_len: int) -> str:
-        """The figures in a line of at most 80 columns: the least important ones are left out first."""
+        """The figures in a line of at most 80 columns. The least important figures are left out first."""
         used = len(self.token_ids) / max_model_len
         parts = [f"{self.num_prompt_tokens:,} tokens in ({self.num_cached_tokens:,} cached)"]
         parts += [f"{self.num_output_tokens:,} out"]
@@ -103,7 +103,7 @@ def shows_markdown(plain: bool) -> bool:
 def encode(llm: LLM, prompt: str | list[dict], tools: list[dict] | None = None) -> list[int]:
     """The tokens of a text, or of a conversation through the chat template. Raises ValueError, TypeError.
 
-    Args: tools: that the model may call.
+    Args: tools: the tools that the model may call.
     """
     encode = llm.engine.input_processor.prompts.encode
     if isinstance(prompt, str):
@@ -122,12 +122,12 @@ def generate(
     begun_ids: Sequence[int] = (),
     reader: ReplyReader | None = None,
 ) -> Reply | None:
-    """Stream one reply to stdout. `interrupt` ends it, frees its blocks and keeps what came. None if nothing came.
+    """Stream one reply to stdout. `interrupt` ends it, frees its blocks and keeps its text. None if nothing came.
 
     Args:
         token_ids: the prompt.
         show: False writes nothing to stdout.
-        begun, begun_ids: what the reply begins with and was shown before, as text and as tokens.
+        begun, begun_ids: the beginning of the reply, which was shown before, as text and as tokens.
         reader: finds the calls of tools, which are not shown.
 
     Raises: ValueError, TypeError for a prompt that cannot be answered, before anything is shown.
@@ -136,7 +136,7 @@ def generate(
     tokenizer = llm.get_tokenizer()
     thinking = last_mark(tokenizer, prompt, tail=8) == THINK
     thinks = thinking or knows_reasoning(tokenizer.template_for(reader is not None))
-    reasoning = {"reasoning": thinking if thinks else None}  # where no stop string is searched for
+    reasoning = {"reasoning": thinking if thinks else None}  # no stop string is searched for in reasoning
     stream = cast(Generator[RequestOutput], llm.stream({"prompt_token_ids": prompt} | reasoning, params))
     printer, output, loops, guard = None, None, False, LoopGuard()
     markdown, on_terminal = shows_markdown(plain), sys.stdout.isatty()
@@ -168,7 +168,7 @@ def generate(
 
 
 def _shown(completion: CompletionOutput, reader: ReplyReader | None) -> str:
-    """What is new in a reply, without calls of tools."""
+    """The new text of a reply, without calls of tools."""
     if reader is None:
         return completion.delta
     pieces = reader.feed(completion.delta)
@@ -180,7 +180,7 @@ def _shown(completion: CompletionOutput, reader: ReplyReader | None) -> str:
 def _after_reading(
     llm: LLM, stream: Iterator[RequestOutput], num_tokens: int, interrupt: Interrupt
 ) -> Iterator[RequestOutput]:
-    """The outputs of `stream`. Until the first of them, a line shows how much of the prompt has been read."""
+    """The outputs of `stream`. Before the first output, a line shows how much of the prompt has been read."""
     read = 0
 
     def after_step(stats: StepStats) -> None:

@@ -1,4 +1,4 @@
-"""A conversation as data: its turns, its system message, its sampling settings; and the file it is kept in."""
+"""A conversation as data: its turns, system message and sampling settings, and the file that keeps it."""
 
 import ast
 import contextlib
@@ -13,24 +13,24 @@ from nanopage.files.model_files import find_surrogate, read_json
 from nanopage.params import SamplingParams
 from nanopage.text.chat_template import normalize_messages
 
-FORMAT, VERSION = "nanopage chat session", 2  # 1 has no calls of tools
+FORMAT, VERSION = "nanopage chat session", 2  # version 1 has no calls of tools
 MAX_BYTES = 16 << 20  # of a session file: far more than any context holds
-# Settings without an effect in a conversation, which has one reply, shown as text.
+# Settings without an effect in a conversation, where there is one reply, shown as text.
 NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "output_kind")
 SETTINGS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in NOT_SETTINGS)
 
 
 @dataclasses.dataclass
 class Session:
-    """`messages` are the user's and the assistant's in turn; `first` is the first of them that is still sent. An
-    assistant's may have "steps": the messages that came before its content, which are calls of tools and their results.
-    """
+    """`messages` are the user's and the assistant's in turn. `first` is the index of the first message that is still
+    sent. A message of the assistant may have "steps": the messages that came before its content, which are calls of
+    tools and their results."""
 
     params: SamplingParams
     system: str | None = None
     messages: list[dict] = dataclasses.field(default_factory=list)
     first: int = 0
-    model: str = ""  # its name, to be kept with the session
+    model: str = ""  # the model's name, which is saved with the session
 
     def prompt(self, messages: list[dict], first: int) -> list[dict]:
         """The conversation to send: the system message, and these messages from `first` on."""
@@ -147,7 +147,7 @@ def _check_steps(steps, name: str) -> None:
 
 
 def parse_value(name: str, text: str):
-    """A setting's value as it is typed: JSON, or Python's None, True, False and lists, or else a string."""
+    """The value of a typed setting: JSON, or Python's None, True, False and lists, or else a string."""
     text = text.strip()
     python = {"none": "None", "true": "True", "false": "False"}.get(text.lower(), text)
     for parse in (json.loads, ast.literal_eval):
@@ -184,7 +184,7 @@ def nearest(name: str, names) -> str:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """The file appears whole or not at all, readable by the user alone."""
+    """Write a file that appears whole or not at all, readable by the user alone."""
     descriptor, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # creates it with mode 0600
     try:
         with open(descriptor, "w", encoding="utf-8") as out:

@@ -12,8 +12,8 @@ TERMINATING = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") el
 
 
 def leave_on_interrupt() -> None:
-    """Until `raise_on_interrupt`, Ctrl-C ends the process with code 130 at once. While a program starts or ends, an
-    exception could come in the middle of any import or cleanup."""
+    """Until `raise_on_interrupt`, Ctrl-C ends the process with code 130 at once. While a program starts or ends, a
+    KeyboardInterrupt could come in the middle of any import or cleanup."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
@@ -56,9 +56,9 @@ def orderly_exit() -> Iterator[None]:
 class Interrupt:
     """Whether work was asked to stop.
 
-    `signum` is the signal that asked, or None. `notice` is called at once when it arrives, by another thread: Python
-    runs signal handlers only between two operations of torch, which can take seconds. `over` says that the work has
-    ended, so that a second signal has nothing to stop. `resumed` is called when the program goes on after Ctrl-Z.
+    `signum` is the signal that asked, or None. When it arrives, another thread calls `notice` at once: Python runs
+    signal handlers only between two operations of torch, which can take seconds. `over` says that the work has ended,
+    so that a second signal has nothing to stop. `resumed` is called when the program goes on after Ctrl-Z.
     """
 
     def __init__(self):
@@ -140,8 +140,8 @@ def unechoed(resumed: Callable[[], None] = lambda: None, typed: bytearray | None
 
     Args:
         resumed: called when the program goes on after Ctrl-Z.
-        typed: gets what is typed during the block, which neither Ctrl-C nor Ctrl-Z then discards. Without it, what
-            reads from the terminal next gets that.
+        typed: gets the text typed during the block, which neither Ctrl-C nor Ctrl-Z then discards. Without it, the next
+            reader of the terminal gets this text.
     """
     with _modes_restored() as before:
         if before is None:
@@ -176,7 +176,7 @@ def unechoed(resumed: Callable[[], None] = lambda: None, typed: bytearray | None
 
 
 def _read_typed(modes: list) -> bytes:
-    """What has been typed and not been read, without waiting for a line to end. The caller sets the modes anew."""
+    """Read what has been typed, without waiting for a line to end. The caller must set the modes again."""
     import termios
 
     raw = [*modes[:6], [*modes[6]]]

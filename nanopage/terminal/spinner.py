@@ -1,4 +1,4 @@
-"""A line on the terminal that says what is being done, until it is done."""
+"""A line on the terminal that says what is being done while it is being done."""
 
 import contextlib
 import threading
@@ -32,5 +32,5 @@ def spinner(text: str, delay: float = 0.0) -> Iterator[Callable[[str], None]]:
 
 def _line(text: str) -> Text:
     line = Text(printable(text).replace("\n", " "))
-    line.truncate(max(1, stderr.width - 3), overflow="ellipsis")  # a second row would be left behind by a resize
+    line.truncate(max(1, stderr.width - 3), overflow="ellipsis")  # a resize would leave a second row behind
     return line

@@ -1,4 +1,4 @@
-"""What the programs write to the terminal beside replies, and how text from outside is made safe to print.
+"""Messages that the programs write to the terminal besides replies. Makes text from outside safe to print.
 
 Imports nothing of the engine.
 """
@@ -19,10 +19,10 @@ from nanopage import MAX_MESSAGE, escaped
 
 # Control characters move the cursor, set the title or reach the clipboard; surrogates cannot be encoded.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-# What the engine raises for input it refuses, and what the system raises: the message says all.
+# Exceptions of the engine for input that it refuses, and of the system: their messages suffice.
 ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError)
 
-# Variables that tmux and terminals that rewrap rows after a resize set in the environment.
+# Environment variables that are set by tmux and by terminals that rewrap rows after a resize.
 REFLOWING = {
     *("TMUX", "VTE_VERSION", "KONSOLE_VERSION", "KITTY_WINDOW_ID", "ALACRITTY_WINDOW_ID", "WEZTERM_PANE"),
     *("GHOSTTY_RESOURCES_DIR", "ITERM_SESSION_ID", "WT_SESSION"),
@@ -30,15 +30,15 @@ REFLOWING = {
 
 
 def printable(text: str) -> str:
-    """`text` without control characters: carriage returns go, others become U+FFFD. Tabs and newlines stay.
+    """`text` without control characters. Carriage returns are removed, others become U+FFFD. Tabs and newlines stay.
 
-    For a reply as it arrives. Messages use `nanopage.escaped`, which shows what was there.
+    For a reply as it arrives. Messages use `nanopage.escaped` instead, which shows the characters.
     """
     return UNSAFE.sub("\ufffd", text.replace("\r", ""))
 
 
 def discard(stream: TextIO) -> None:
-    """Send what is still written to `stream` nowhere. Python flushes it at exit, and would fail again."""
+    """Discard further output to `stream`. Python flushes it at exit, and would fail again."""
     with contextlib.suppress(OSError, ValueError):  # no file descriptor
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, stream.fileno())
@@ -108,7 +108,7 @@ def say_error(message: str) -> None:
 
 
 def describe_error(error: BaseException, verbose: bool) -> str:
-    """An exception as a message: its text, its type if it was not expected, its traceback if `verbose`."""
+    """An exception as a message: its text, its type if it was unexpected, and its traceback if `verbose`."""
     text = str(error) or ("there is too little memory" if isinstance(error, MemoryError) else "")
     expected = isinstance(error, ERRORS) and text
     message = text if expected else f"internal error: {type(error).__name__}: {error}"
@@ -122,6 +122,6 @@ def terminal_reflows() -> bool:
 
     A wrong True would erase finished rows; a wrong False leaves rows of the unfinished block behind.
     """
-    if "STY" in os.environ:  # GNU screen does not, wherever it runs
+    if "STY" in os.environ:  # GNU screen does not rewrap rows, wherever it runs
         return False
     return bool(REFLOWING & os.environ.keys()) or os.environ.get("TERM_PROGRAM") in ("vscode", "Apple_Terminal")

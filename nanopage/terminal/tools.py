@@ -11,14 +11,14 @@ from nanopage.grammar.tool_pieces import ToolCall
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.terminal.text import say
 
-MAX_SHOWN = 500  # characters of a result on the screen. The model gets all of it
+MAX_SHOWN = 500  # characters of a result on the screen; the model gets the whole result
 Ask = Callable[[str], str]
 
 
 class Toolbox:
     """The functions of a file, which the model may call.
 
-    Args: ask: shows a question and returns what is typed.
+    Args: ask: shows a question and returns the typed answer.
     Raises: as `load_functions` and `describe_function`.
     """
 
@@ -36,14 +36,14 @@ class Toolbox:
         return find_format(chat_template or "")
 
     def make_reader(self, tool_format: ToolFormat) -> ReplyReader:
-        """Finds the calls in a reply. What the model thinks is content: the printer shows it in its own way."""
+        """A reader that finds the calls in a reply. Thoughts are content: the printer shows them in its own way."""
         return ReplyReader(tool_format, [tool.name for tool in self.tools])
 
     def answer(self, text: str, calls: list[ToolCall], tool_format: ToolFormat) -> list[dict]:
         """Run the calls of a reply, if the user agrees to each. Returns the messages to send after it: the reply
         itself, and the results.
 
-        Args: text: what the model has written beside the calls.
+        Args: text: the model's text besides the calls.
         Raises: KeyboardInterrupt if the user presses Ctrl-C instead.
         """
         shown, results = [], []

@@ -1,1 +1,1 @@
-"""Decoders that nanopage has no family for, by transformers' own modules with paged attention."""
+"""Decoders that nanopage has no family for: transformers' own modules with paged attention."""

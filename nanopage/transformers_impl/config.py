@@ -1,4 +1,4 @@
-"""config.json for a module of transformers, read as data. The shape of the model is what a trial run finds.
+"""Reads config.json for a module of transformers, as data. A trial run finds the shape of the model.
 
 Fields that name code, kernels or files have no effect.
 """
@@ -19,7 +19,7 @@ from nanopage.transformers_impl.decoder import TRIAL
 from nanopage.transformers_impl.probe import probe
 from nanopage.weights.loader import Checkpoint
 
-# Beside names that begin with "_". The dtype and the outputs of a module are those that nanopage asks for.
+# Ignored, like names that begin with "_". nanopage itself sets the dtype and the outputs of a module.
 IGNORED = {
     *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "transformers_weights"),
     *("distributed_config", "kernel_config", "custom_pipelines", "name_or_path", "dtype", "torch_dtype"),
@@ -29,18 +29,18 @@ NOT_HERE = (
     *("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend", "quantization"),
     *("enable_lora", "load_format", "convert", "pooler_config", "hf_overrides"),
 )
-LONGEST = 2**20  # positions; masks are compared at all of them
+LONGEST = 2**20  # positions. Masks are compared at all positions
 
 
 def read_config(options: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """The shape of a model that transformers' own module computes.
+    """The shape of a model that runs by transformers' own module.
 
     Raises: FileNotFoundError; ValueError naming an option, a field, or the reason why the module is not supported.
     """
     if not isinstance(checkpoint, Path):
         raise ValueError(f"model_impl='transformers' does not read .gguf files, such as {checkpoint.path}")
     if (module := read_module(checkpoint)) is None:
-        return config_from_directory(checkpoint)  # the error that names all architectures, unless a family fits
+        return config_from_directory(checkpoint)  # raises the error that names all architectures, unless a family fits
     config, fields = module
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name, positions = model_class.__name__, getattr(config, "max_position_embeddings", None)
@@ -49,7 +49,7 @@ def read_config(options: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     longest = min(positions, LONGEST) if isinstance(positions, int) and positions > 0 else LONGEST
     try:
         _, _, shape = probe(config, longest)
-    except Exception as error:  # of any kind: the module is not ours
+    except Exception as error:  # of any kind, because the module is not ours
         why = str(error) if type(error) is ValueError else f"a trial run raised {type(error).__name__}: {error}"
         why = "its attention does not use transformers' AttentionInterface" if TRIAL in why else why
         raise ValueError(f"{fields.source}: {name} does not run by transformers' own module: {why:.500}") from error
@@ -63,7 +63,7 @@ def read_config(options: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
 
 
 def read_module(path: Path) -> tuple[PreTrainedConfig, Fields] | None:
-    """config.json as transformers' class of it, and as it is. None: transformers has no such causal language model.
+    """config.json as transformers' class, and as plain fields. None: transformers has no such causal language model.
 
     Raises: FileNotFoundError; ValueError naming a field.
     """
@@ -87,6 +87,6 @@ def read_module(path: Path) -> tuple[PreTrainedConfig, Fields] | None:
 
 
 def _filtered(fields: dict[str, Any]) -> dict[str, Any]:
-    """What may have an effect, also in objects within objects."""
+    """The fields that may have an effect, also in nested objects."""
     kept = {name: value for name, value in fields.items() if not name.startswith("_") and name not in IGNORED}
     return {name: _filtered(value) if isinstance(value, dict) else value for name, value in kept.items()}

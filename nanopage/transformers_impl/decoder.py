@@ -1,9 +1,9 @@
 """A decoder whose layers are transformers' own, with our attention.
 
-A module of transformers calls the attention function that has the name in its configuration. Here that is `attention`,
-which hands q, K and V on to whoever runs the module: a `TransformersDecoder`, or the trial run of probe.py. A step is
-one row of tokens; their `position_ids` say where each one is in its sequence. No mask function has the name NAME, so
-no masks are built. The masks of a trial run say what layers see.
+A module of transformers calls the attention function that its configuration names. Here that is `attention`, which
+passes q, K and V to the code that runs the module: a `TransformersDecoder`, or the trial run of probe.py. A step is one
+row of tokens, and `position_ids` are their positions in their sequences. No mask function has the name NAME, so no
+masks are built. The masks of a trial run show what layers see.
 """
 
 from collections.abc import Callable
@@ -21,21 +21,21 @@ from nanopage.kernels.reference import Scoring
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import Decoder
 
-NAME, TRIAL = "nanopage", "nanopage-trial"  # of the attention function
+NAME, TRIAL = "nanopage", "nanopage-trial"  # names of the attention function
 
-_attend: ContextVar[Callable[..., Tensor]] = ContextVar("attend")  # of the module that runs now
+_attend: ContextVar[Callable[..., Tensor]] = ContextVar("attend")  # for the module that runs now
 
 
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: Any = None, **others: Any
 ) -> tuple[Tensor, None]:
-    """What transformers calls: q, k and v are [1, heads, T, head_dim]. Returns: [1, T, heads, head_dim], and no
-    weights."""
+    """The function that transformers calls. q, k and v are [1, heads, T, head_dim]. Returns: [1, T, heads, head_dim],
+    and no weights."""
     return _attend.get()(module, (query, key, value), attention_mask, scaling, others), None
 
 
 def trial_mask(*, mask_function: Callable[..., Tensor], kv_length: int, **others: Any) -> Tensor:
-    """A mask without values, with the function that says what a query sees."""
+    """A mask without values. It carries the function that says what a query sees."""
     mask = torch.empty(1, 1, kv_length, kv_length, dtype=torch.bool, device="meta")
     mask.mask_function = mask_function  # type: ignore[attr-defined]
     return mask
@@ -57,7 +57,7 @@ def hidden_states(base: nn.Module, attend: Callable[..., Tensor], **inputs: Tens
 
 @dataclass(frozen=True)
 class Layer:
-    """What a StepContext asks of the attention of a layer."""
+    """What a StepContext needs of a layer's attention."""
 
     index: int
     scoring: Scoring
@@ -71,7 +71,7 @@ class Hidden(MoeModelOutputWithPast):
 
 
 class Given(nn.Module):
-    """In place of a base model: its hidden states are the `inputs_embeds` that it is given."""
+    """Stands in for a base model: returns the `inputs_embeds` that it is given as hidden states."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **others: Any) -> Hidden:
         return Hidden(last_hidden_state=inputs_embeds)
@@ -82,20 +82,20 @@ class Given(nn.Module):
 
 
 class TransformersDecoder(Decoder):
-    """Computes what `Decoder` computes, with the modules of a causal language model of transformers.
+    """Does the work of `Decoder` with the modules of a causal language model of transformers.
 
-    Args: scorings: of each layer.
+    Args: scorings: the scoring of each layer.
     """
 
     def __init__(self, model: PreTrainedModel, scorings: list[Scoring]):
-        nn.Module.__init__(self)  # not Decoder's: the modules are those of `model`
+        nn.Module.__init__(self)  # not Decoder.__init__: the modules come from `model`
         self.base, self.head = model.base_model, model
         self.lm_head = self.norm = model.get_output_embeddings()  # CUDAGraphs reads their size and dtype
         setattr(model, model.base_model_prefix, Given())
         self.paged = [Layer(index, scoring) for index, scoring in enumerate(scorings)]
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        """As `Decoder.forward`, but after the last norm."""
+        """As `Decoder.forward`, but the hidden states have passed the last norm."""
         inputs = {"input_ids": input_ids[None], "position_ids": step.positions[None]}
         hidden = hidden_states(self.base, partial(self.attend, step), **inputs)
         return hidden if step.rows is None else hidden[step.rows]
@@ -107,5 +107,5 @@ class TransformersDecoder(Decoder):
         return step.attend(layer, q)[None]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `Decoder.logits`, of hidden states of `forward`."""
+        """As `Decoder.logits`, for hidden states of `forward`."""
         return self.head(inputs_embeds=hidden[None], use_cache=False).logits[0]

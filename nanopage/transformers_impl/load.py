@@ -1,7 +1,7 @@
-"""Weights into a module of transformers, which renames, joins and ties them as `from_pretrained` does.
+"""Loads weights into a module of transformers, which renames, joins and ties them as `from_pretrained` does.
 
-nanopage reads the files. Then the module's answers with paged attention are compared with those that it gives as
-transformers runs it.
+nanopage reads the files. Then it compares the module's logits with paged attention and the logits of the same module
+under transformers.
 """
 
 import logging
@@ -29,9 +29,9 @@ from nanopage.worker.setup import Setup
 
 logger = logging.getLogger("nanopage")
 
-# How far the logits of most tokens may be from those of transformers, relative to their size.
+# The largest distance of most tokens' logits from transformers' logits, relative to their size.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.06, torch.bfloat16: 0.2}
-CHUNKS = (0, 5), (5, 12)  # tokens of the two steps that are compared
+CHUNKS = (0, 5), (5, 12)  # the tokens of the two steps that are compared
 
 
 def load_decoder(setup: Setup, on_progress: Callable[[int, int], None] | None) -> tuple[Setup, TransformersDecoder]:
@@ -40,7 +40,7 @@ def load_decoder(setup: Setup, on_progress: Callable[[int, int], None] | None) -
     Returns: the worker's setup, eager if the module cannot be captured as a CUDA graph, and the model.
 
     Raises:
-        ValueError: weights that do not fit or are not finite, or answers that are not those of transformers.
+        ValueError: weights that do not fit or are not finite, or logits that differ from transformers'.
         MemoryError: the device has too little memory for the weights; nothing has been allocated then.
     """
     model_config, path, dtype = setup.model_config, setup.path, setup.dtype
@@ -72,7 +72,7 @@ def load_decoder(setup: Setup, on_progress: Callable[[int, int], None] | None) -
 
 
 def _read(setup: Setup, ignored: list[str], on_progress: Callable[[int, int], None] | None) -> dict[str, Tensor]:
-    """The tensors of a model's files. Those that are no floats are left out if `ignored`, expressions, has their names.
+    """The tensors of a model's files. Leaves out those that are not floats and match an expression of `ignored`.
 
     Raises: ValueError naming the file.
     """
@@ -95,7 +95,7 @@ def _read(setup: Setup, ignored: list[str], on_progress: Callable[[int, int], No
 
 @torch.inference_mode()
 def _checked(setup: Setup, model: Any, scorings: list) -> tuple[Setup, TransformersDecoder]:
-    """Make a decoder of a model. Raises: ValueError if its logits are not those that transformers computes."""
+    """Make a decoder of a model. Raises: ValueError if its logits differ from those that transformers computes."""
     name, device, size = type(model).__name__, setup.device, setup.config.block_size
     positions = torch.arange(CHUNKS[-1][1], device=device)
     ids = (positions * 7919 + 5) % setup.model_config.vocab_size
@@ -121,13 +121,13 @@ def _checked(setup: Setup, model: Any, scorings: list) -> tuple[Setup, Transform
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 decoder.logits(decoder(ids[begin:end], step))
-        except RuntimeError as error:  # it looks at values, as experts may
+        except RuntimeError as error:  # the module looks at values, as experts may
             logger.info(f"steps of {name} cannot be captured as CUDA graphs: {error!s:.200}")
             setup = replace(setup, config=replace(setup.config, enforce_eager=True))
     return setup, decoder
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """How far logits [T, vocab_size] are apart, relative to their size: the median of the tokens."""
+    """The distance between logits [T, vocab_size], relative to their size: the median over the tokens."""
     ours, theirs = ours.double(), theirs.double()
     return float(((ours - theirs).norm(dim=1) / (theirs - theirs.mean(1, keepdim=True)).norm(dim=1)).median())

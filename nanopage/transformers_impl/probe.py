@@ -1,4 +1,4 @@
-"""A trial run of a module of transformers, without memory for its weights: what its layers ask of attention.
+"""A trial run of a module of transformers, without memory for its weights. It finds out what attention layers need.
 
 A module is refused if it keeps more than K and V of each layer, or needs attention that our operators do not have.
 """
@@ -16,7 +16,7 @@ from nanopage.kernels.reference import Scoring
 from nanopage.transformers_impl.decoder import TRIAL, TransformersDecoder, hidden_states
 
 NUM_TOKENS = 7
-# Arguments of attention that change nothing: the mask says what a window hides, and nothing is dropped out.
+# Arguments of attention that change nothing, because the mask shows the window, and nothing is dropped out.
 HARMLESS = (
     *("dropout", "sliding_window", "position_ids", "position_embeddings", "cache_position"),
     *("use_cache", "output_attentions"),
@@ -31,10 +31,10 @@ def probe(config: PreTrainedConfig, longest: int) -> tuple[int, list[Scoring], d
 
     Returns: the number of parameters, the scoring of each layer, and fields of ModelConfig.
 
-    Raises: ValueError with the reason why nanopage cannot run it; what else the module raises.
+    Raises: ValueError with the reason why nanopage cannot run the module; anything that the module raises.
     """
     with torch.device("meta"):
-        # Experts computed in this way do not look at values, and there are none.
+        # Experts computed in this way do not look at values, which do not exist here.
         options: dict[str, Any] = {"attn_implementation": TRIAL, "experts_implementation": "batched_mm"}
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options).eval()
         ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
@@ -71,7 +71,7 @@ def probe(config: PreTrainedConfig, longest: int) -> tuple[int, list[Scoring], d
 
 
 def check_modules(model: Any) -> None:
-    """Raises: ValueError for a model that has more than a decoder with K and V of each layer, or takes no positions."""
+    """Raises: ValueError if a model is more than a decoder with K and V of each layer, or takes no positions."""
     config, base = model.config, model.base_model
     if model._is_stateful or any(isinstance(module, nn.Conv1d | nn.RNNBase) for module in model.modules()):
         raise ValueError("it keeps a state besides K and V")
@@ -86,9 +86,10 @@ def check_modules(model: Any) -> None:
 
 
 def find_window(mask_function: Callable[..., Tensor], longest: int) -> int | None:
-    """The window of a mask, as in Scoring. mask_function: transformers': whether a query sees a key, by positions.
+    """The window of a mask, as in Scoring.
 
-    Raises: ValueError for a mask that is more than causal with a window.
+    Args: mask_function: transformers' function that says whether a query sees a key, by positions.
+    Raises: ValueError for a mask that is not simply causal, with or without a window.
     """
     keys, zero = torch.arange(longest), torch.tensor(0)
 

@@ -1,1 +1,1 @@
-"""What the engine does and why, shown."""
+"""Shows what the engine does and why."""

@@ -1,19 +1,19 @@
-"""What a step does and why, in sentences.
+"""Explains in sentences what a step does and why.
 
-The engine tells what it decides as it goes: RequestEvents, with the numbers that decided them, and the events of a
-Schedule. Here they become sentences, only when somebody asks. Where something follows from the state of the engine
-(which sequences wait behind the first one, which blocks other sequences share), it is read from that.
+The engine records its decisions as it goes: RequestEvents, with the numbers that decided them, and the events of a
+Schedule. This module turns them into sentences, only when somebody asks. It reads other facts from the state of the
+engine (which sequences wait behind the first one, which blocks other sequences share).
 
 Events of a Schedule:
 
     held, group, reason                   a running group that the step leaves out (see engine/stages.py)
-    evicted, blocks                       that the prefix cache has lost
-    submitted, number, time               its batch went to the workers; batches are numbered from 1
+    evicted, blocks                       blocks that the prefix cache has lost
+    submitted, number, time               the step's batch went to the workers; batches are numbered from 1
     forked, leader                        siblings share the leader's blocks from now on
-    arrived, time                         its results came
-    dropped, sequence                     it had ended when its token came
-    beams, ending, forks                  beams that end; (parent, beam) of those that fork from others
-    draft, sequence, drafted, accepted, ends_early   tokens; whether the sequence ended before the end of its draft
+    arrived, time                         the batch's results came
+    dropped, sequence                     the sequence had ended when its token came
+    beams, ending, forks                  beams that end; (parent, beam) of beams that fork from others
+    draft, sequence, drafted, accepted, ends_early   numbers of tokens; whether the sequence ended within its draft
 """
 
 from collections.abc import Callable, Iterable
@@ -35,7 +35,7 @@ class Sentence(NamedTuple):
     """One sentence.
 
     kind: "add", "admit", "swap in", "wait", "preempt", "swap out", "evict", "copy", "fork", "drop", "finish" or "run".
-    request_id: of the request that it is about; None if it is about several.
+    request_id: the id of the request that it is about; None if it is about several requests.
     """
 
     kind: str
@@ -45,15 +45,15 @@ class Sentence(NamedTuple):
 
 def explain(engine: LLMEngine, name: Callable[[str], str] = str) -> list[str]:
     """What the last step did and why, or what the step of `LLMEngine.plan` is about to do: a sentence for each
-    decision, in order. They are made from what the step has told, and from the state of the engine now.
+    decision, in order. The sentences are made from the events of the step and the present state of the engine.
 
-    Args: name: what a sentence calls the request with this id.
+    Args: name: request id -> what a sentence calls the request.
     """
     return [sentence.text for sentence in make_sentences(engine, name)]
 
 
 def make_sentences(engine: LLMEngine, name: Callable[[str], str] = str) -> list[Sentence]:
-    """The sentences of `explain` with what they are about."""
+    """The sentences of `explain`, with their kinds and requests."""
     scheduler, step, events = engine.scheduler, engine.last, engine.last.stats.events
     if engine.planned is not None:
         step, events = StepRecord(scheduled=engine.planned), scheduler.queues.events
@@ -72,7 +72,7 @@ def make_sentences(engine: LLMEngine, name: Callable[[str], str] = str) -> list[
 
 
 def told(schedule: Schedule, kind: str) -> list[tuple]:
-    """What a schedule's events of a kind are about."""
+    """The contents of a schedule's events of one kind."""
     return [event[1:] for event in schedule.events if event[0] == kind]
 
 
@@ -202,7 +202,7 @@ def _why_waiting(scheduler: Scheduler, wait: Wait, name: Callable[[str], str]) -
 def _evicted(scheduler: Scheduler, schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence]:
     evicted = [block for (blocks,) in told(schedule, "evicted") for block in blocks]
     owners = _owners(schedule) if evicted else {}
-    for group in scheduler.running if evicted else ():  # some are swapped in and do not run
+    for group in scheduler.running if evicted else ():  # some groups are swapped in and do not run
         owners = dict.fromkeys(scheduler.block_manager.blocks_of([seq.seq_id for seq in group.live]), group) | owners
     by_owner: dict[str | None, list[int]] = {}
     for block in evicted:
@@ -226,7 +226,7 @@ def _copied(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentence
 
 
 def _owners(schedule: Schedule) -> dict[int, SequenceGroup]:
-    """Block -> the group that gets it in this step."""
+    """Block -> the group that gets the block in this step."""
     groups = {row: seq.group for row, seq in zip(schedule.batch.rows, schedule.sequences, strict=True)}
     return {
         block: groups[update.row] for update in schedule.batch.blocks if update.row in groups for block in update.blocks
@@ -279,12 +279,12 @@ def _dropped(schedule: Schedule, name: Callable[[str], str]) -> Iterable[Sentenc
 
 
 def _run(schedule: Schedule) -> Sentence:
-    """What the batch of a step has in it."""
+    """The sentence about the batch of a step."""
     if schedule.is_empty:
         return Sentence("run", None, "Nothing runs: everything waits for tokens in flight.")
     batch = schedule.batch
     drafted = {id(seq) for seq, _ in schedule.drafted}
-    decodes, prompts, again = 0, [], []  # the others: numbers of tokens
+    decodes, prompts, again = 0, [], []  # `prompts` and `again` have numbers of tokens
     for seq, start, count in zip(schedule.sequences, batch.starts, batch.counts, strict=True):
         if start < seq.num_prompt_tokens:
             prompts.append(count)

@@ -1,9 +1,9 @@
-"""What the live view shows: frames of an engine as plain data, and recordings of them.
+"""The data of the live view: frames of an engine, and recordings of frames.
 
-A *key* frame has the whole state: requests, queues, and which blocks hold what. A *step* frame has what a step did and
-what has changed since the frame before. `Picture` applies frames, as the page does (view/view.html). A recording is a
-file of JSON lines, a frame a line, that begins with a key frame; `nanopage serve` and `bench.py serve --record` make
-the same ones.
+A *key* frame has the whole state: requests, queues, and the contents of blocks. A *step* frame has what a step did and
+what has changed since the previous frame. `Picture` applies frames, as the page does (view/view.html). A recording is a
+file of JSON lines, one frame per line, that begins with a key frame. `nanopage serve` and `bench.py serve --record`
+make the same frames.
 
 Frames have no text of a prompt or an output, and no ids of requests: requests are numbered in order of arrival.
 
@@ -12,7 +12,7 @@ Fields of every frame:
     frame       "key", "step" or "plan" (a step that waits for a click has been decided; only in the live view)
     time        seconds since the first frame
     step        calls of `LLMEngine.step` since the first frame
-    why         [kind, request or null, sentence]: what `explain` says, with numbers for names
+    why         [kind, request or null, sentence] of `explain`, with numbers as names of requests
     queues      waiting, running and swapped requests in order; in a step frame, only if they have changed
     requests    of each request that is new: number, prompt tokens, most tokens, completions, whether it is a beam
                 search, priority, tokens, computed tokens, preemptions
@@ -26,7 +26,7 @@ Of a key frame also:
 
 Of a step frame also:
 
-    seconds     of the whole call of `step`
+    seconds     the duration of the whole call of `step`
     phases      seconds of PHASES
     tokens      of TOKENS
     batches     [number, submitted, arrived or null] of the batches that the step has submitted or taken the results of,
@@ -36,7 +36,7 @@ Of a step frame also:
     progress    [request, tokens, computed tokens, preemptions] of the requests that have changed
     tables      [sequence, request, first, blocks] of each table that has changed: its blocks from `first` on
     host        [sequence, request, blocks] of each table in host memory that is new
-    gone        sequences that no longer have a table on the device; `host_gone`: in host memory
+    gone        sequences that no longer have a table on the device; `host_gone`: the same in host memory
     cached      blocks that have become cached; `uncached`: blocks that no longer are
     copies      [from, to] of blocks; `evicted`, `hits`: blocks that the prefix cache has lost, and has given
     swaps       [blocks swapped out, blocks swapped in]
@@ -62,7 +62,7 @@ from nanopage.view.explain import make_sentences, told
 VERSION = 1
 PHASES = ("schedule", "prepare", "model", "sample", "wait", "update", "output")
 TOKENS = ("prefill", "decode", "output", "cached")
-MAX_ENDED = 256  # requests whose numbers are kept after their end
+MAX_ENDED = 256  # ended requests whose numbers are kept
 
 Frame = dict[str, Any]
 
@@ -70,11 +70,11 @@ Frame = dict[str, Any]
 class Frames:
     """Makes frames of one engine. Use it only between the engine's steps, on the thread that steps it.
 
-    Begin with `key`. Then call `step` after each step, as a listener of the engine does, without leaving one out.
+    Begin with `key`. Then call `step` after every step, as a listener of the engine does.
 
     Args:
         model: its name.
-        begin: the `time` of a frame that is made now.
+        begin: the `time` of the present moment.
     """
 
     def __init__(self, engine: LLMEngine, model: str, begin: float = 0.0):
@@ -90,8 +90,8 @@ class Frames:
         scheduler = self.engine.scheduler
         manager = scheduler.block_manager
         self._owners: dict[int, int] = {}  # seq_id -> request, of unfinished requests
-        self._forking: set[int] = set()  # those of requests with several sequences
-        self._shown: dict[str, tuple[int, int, int]] = {}  # request_id -> what `_progress` has told
+        self._forking: set[int] = set()  # sequences of requests with several sequences
+        self._shown: dict[str, tuple[int, int, int]] = {}  # request_id -> the last result of `_progress`
         requests = self._add_new(sorted(self._groups(), key=lambda group: group.order))
         self._queues = self._read_queues()
         self._tables = {seq_id: _held(table) for seq_id, table in manager.block_tables.items()}
@@ -116,13 +116,13 @@ class Frames:
         }
 
     def plan(self) -> Frame:
-        """A step has been decided, and requests may have come or gone since the last frame."""
+        """A frame for a step that has been decided. Requests may have come or gone since the last frame."""
         changes = self._changes_of_requests(True, set())
         return {"frame": "plan", "time": self.now(), "step": self.num_steps, "why": self._sentences()} | changes
 
     def step(self, stats: StepStats) -> Frame:
-        """What a step did. A key frame instead if the blocks have changed in a way that a step frame cannot tell, such
-        as after an exception."""
+        """A frame of what a step did. Returns a key frame instead if the blocks have changed in a way that a step frame
+        cannot express, such as after an exception."""
         self.num_steps += 1
         events = []
         for event in stats.events:
@@ -171,7 +171,7 @@ class Frames:
             yield from queue
 
     def _number(self, request_id: str) -> int:
-        """The number of an unfinished request, a new one if this is new."""
+        """The number of an unfinished request. A new request gets a new number."""
         if request_id not in self._numbers or request_id in self._ended:
             self._ended.discard(request_id)
             self._num_requests += 1
@@ -180,7 +180,7 @@ class Frames:
         return self._numbers[request_id]
 
     def _forget_ended(self) -> None:
-        """Forget requests that have ended but the last: tokens of those may still be in flight."""
+        """Forget ended requests, except the last ones, whose tokens may still be in flight."""
         for ended in [request_id for request_id in self._numbers if request_id in self._ended][:-MAX_ENDED]:
             del self._numbers[ended]
             self._ended.remove(ended)
@@ -213,11 +213,11 @@ class Frames:
         return new
 
     def _changes_of_requests(self, moved: bool, changed: set[str]) -> Frame:
-        """New requests, the queues, and how far requests are.
+        """New requests, the queues, and the progress of requests.
 
         Args:
             moved: whether requests may have come, gone or changed their queue.
-            changed: ids of those to which something happened.
+            changed: ids of requests to which something happened.
         """
         frame: Frame = {}
         if moved:
@@ -239,9 +239,9 @@ class Frames:
         """How the block tables and the prefix cache have changed.
 
         Args:
-            changed: requests whose tables may have changed anywhere, not only at their ends; besides those with several
-                sequences.
-            hits: request -> how many blocks of the prefix cache it has got.
+            changed: requests whose tables may have changed anywhere, not only at their ends; besides requests with
+                several sequences.
+            hits: request -> how many blocks the prefix cache has given it.
         """
         manager, sent = self.engine.scheduler.block_manager, self._tables
         touched: set[int] = set()  # blocks that may have become cached, or no longer are
@@ -252,8 +252,8 @@ class Frames:
             touched.update(frame["evicted"])
             for update in submitted.batch.blocks:
                 touched.update(update.blocks)
-        slides = manager.windows != (None,)  # tables then change at their beginnings as well
-        moved: set[int] | None = None  # sequences whose tables the step may have changed, besides those of `changed`
+        slides = manager.windows != (None,)  # tables then change at their beginnings, too
+        moved: set[int] | None = None  # sequences, besides those of `changed`, whose tables the step may have changed
         if submitted is not None and not self.engine.scheduler.queues.suspects:  # after a failure, any may have changed
             moved = self._moved(submitted, slides)
             if not changed:
@@ -293,8 +293,8 @@ class Frames:
         return frame
 
     def _moved(self, submitted: Schedule, slides: bool) -> set[int]:
-        """The sequences whose tables a batch has extended, or whose first blocks it may have given back, and those of
-        requests with several sequences."""
+        """The sequences whose tables a batch has extended, or whose first blocks it may have given back, and the
+        sequences of requests with several sequences."""
         batch, block_size = submitted.batch, self.engine.scheduler.block_manager.block_size
         extended = {update.row for update in batch.blocks}
         moved = self._forking | {seq.seq_id for seq, _ in submitted.drafted}
@@ -322,7 +322,7 @@ class Frames:
         return [number, round(submitted - self.started, 6), arrived[0] if arrived else None]
 
     def now(self) -> float:
-        """The `time` of a frame that is made now."""
+        """The `time` of the present moment."""
         return round(time.perf_counter() - self.started, 6)
 
 
@@ -332,7 +332,7 @@ def _held(table: list[int]) -> list[int]:
 
 
 def _progress(group: SequenceGroup) -> tuple[int, int, int]:
-    """(known tokens, those of all completions and the prompt once; computed tokens of the first live sequence;
+    """(known tokens: the prompt once and the tokens of all completions; computed tokens of the first live sequence;
     preemptions)."""
     seqs = group.seqs
     if len(seqs) == 1:
@@ -345,7 +345,7 @@ def _progress(group: SequenceGroup) -> tuple[int, int, int]:
 
 @dataclass
 class Request:
-    """A request in a picture. Fields as in the frames."""
+    """A request in a picture. The fields are as in frames."""
 
     number: int
     prompt: int
@@ -359,7 +359,7 @@ class Request:
 
 
 class Picture:
-    """The state that frames show.
+    """The state that the frames so far describe.
 
     Attributes:
         requests: number -> Request, of unfinished requests.

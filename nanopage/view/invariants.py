@@ -1,4 +1,4 @@
-"""What always holds of a BlockManager, for tests and debugging."""
+"""Invariants of a BlockManager, for tests and debugging."""
 
 from nanopage.engine.block_manager import BlockManager
 from nanopage.step import NO_BLOCK
