@@ -27,7 +27,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)  # sequences that decode together
 BUDGETS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens in a step
 CONTEXTS = (1, 4, 16)  # sequences with long contexts
 LEAST_CONTEXT = 256  # tokens that an engine must hold to be measured
-LONG = 1500  # tokens of a long prompt, where the model holds so many
+LONG = 1500  # tokens of a long prompt, if the model holds as many
 SHARES = (0.3, 0.6)  # of the requests per second that the simulator completes; the third rate is all at once
 COMPARED = {  # in the table; the JSON file has PERCENTILES as well
     "output_throughput": "output tok/s",

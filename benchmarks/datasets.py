@@ -19,7 +19,7 @@ from benchmarks.peers.protocol import Work
 from benchmarks.report import console
 
 NAMES = ("random", "sharegpt", "custom")
-NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 32, "32-256", "32-128"  # where neither an option nor a file says otherwise
+NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 32, "32-256", "32-128"  # unless an option or a file says otherwise
 MAX_FILE_BYTES = 2**30
 MAX_CHARACTERS = 10_000_000  # of a prompt or an answer: far more than any context holds
 OUTPUT_FIELDS = ("output_len", "output_tokens", "max_tokens")

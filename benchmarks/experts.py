@@ -1,4 +1,4 @@
-"""A mixture of experts beside a dense model of the same active size, by nanopage and by peers, at several batch sizes.
+"""Compares a mixture of experts with a dense model of the same active size, on nanopage and peers, by batch size.
 
 The mixture has the sizes of the dense model, which is a Llama, except for the feed-forward layers. Each of these has
 `num_experts` experts, as in Mixtral, and a token uses `num_chosen` of them. The chosen experts have as many weights as
@@ -102,7 +102,7 @@ def measure(
     """Fill `results`. Engines and models take turns, iteration by iteration. Whatever fails is left out from then on.
 
     Args:
-        setup: of the dense model.
+        setup: the setup of the dense model.
         lengths: tokens of each prompt and of each output.
     """
     rng = random.Random(seed)

@@ -102,7 +102,7 @@ def few() -> Iterator[Specialization]:
 
 
 def every() -> Iterator[Specialization]:
-    """Head sizes, page sizes, groups, windows and caps, beside `common`."""
+    """`common`, and further head sizes, page sizes, groups, windows and caps."""
     yield from common()
     for dtype in DTYPES:
         for head_dim in (80, 96, 256):

@@ -104,7 +104,7 @@ def measure(
     kv_dtype: torch.dtype,
     num_iters: int,
 ) -> dict[str, Any]:
-    """One row: `batch` sequences of `tokens` tokens, of which the last `queries` are queries."""
+    """One row: `batch` sequences of `tokens` tokens, whose last `queries` tokens are queries."""
     from nanopage.kernels import paged_attention
     from nanopage.kernels.grouped_attention import GroupedAttention
 

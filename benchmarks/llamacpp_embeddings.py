@@ -19,7 +19,7 @@ MOST_TEXTS = 64  # in a batch
 
 
 def write_gguf(directory: Path, file: Path, dtype: str) -> None:
-    """Write a BertModel's weights. Args: dtype: of its matrices, float32 or bfloat16; llama.cpp wants vectors and
+    """Write a BertModel's weights. Args: dtype: its matrices' dtype, float32 or bfloat16. llama.cpp wants vectors and
     embeddings of positions and token types in float32. Raises: ValueError, if it is another model or dtype."""
     import gguf
 

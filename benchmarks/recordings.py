@@ -113,7 +113,7 @@ def run(engine: LLMEngine, arrivals: list[Arrival]) -> None:
 def record(scenario: Scenario, file: Path, model: str | None = None, **options: Any) -> None:
     """Record a scenario. Its engines follow each other in the file, each with a key frame of its own.
 
-    Args: model, options: as in EngineConfig, before those of the scenario.
+    Args: model, options: as in EngineConfig. The scenario's options override them.
     """
     lines, started = io.BytesIO(), 0.0
     for each in scenario.options:

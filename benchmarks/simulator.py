@@ -447,7 +447,7 @@ def outcome_of(trace: Trace, served: list[Served]) -> Outcome:
 
 
 def summary(outcome: Outcome, goodput: dict[str, float]) -> dict[str, Any]:
-    """The figures of a simulation. Names are those of `bench.py serve`.
+    """The figures of a simulation, named as by `bench.py serve`.
 
     Args: goodput: metric -> milliseconds, as `serve.parse_goodput` returns it.
     """

@@ -1,7 +1,7 @@
 """AdapterSlots: which of the workers' slots each adapter is in.
 
 The workers hold the weights of a few adapters, one in each slot. A sequence runs only while its adapter has a slot. A
-slot is in use while a running group has its adapter. A new adapter takes the least recently used slot not in use.
+slot is in use while a running group has its adapter. A new adapter takes the least recently used free slot.
 """
 
 from collections.abc import Iterable

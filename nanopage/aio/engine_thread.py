@@ -91,7 +91,7 @@ class EngineThread:
         self.error: EngineDeadError | None = None  # why the engine cannot go on
         self.stopping = False
         self._announce: Callable[[], None] | None = None  # while the engine is paused (see `pause`)
-        self._steps = 0  # that may run during the pause
+        self._steps = 0  # steps that may run during the pause
         self._is_planned = False  # in a pause: whether the next step has been decided
         self._has_changed = False  # whether requests have come or have been aborted since the last step
         self._num_failures = 0  # calls of `LLMEngine.step` in a row that have raised

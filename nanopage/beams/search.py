@@ -42,7 +42,7 @@ class BeamStep:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """The state of one request's search beside its live beams.
+    """The state of one request's search, without its live beams.
 
     Args:
         width: live beams, and hypotheses returned.

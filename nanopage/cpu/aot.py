@@ -73,8 +73,8 @@ class Compiled:
     NANOPAGE_COMPILE=never, only code that exists is used.
 
     Args:
-        config: of the same model.
-        dtype: of weights and activations: float32 or bfloat16 (see cpu/packed_linear.py).
+        config: the config of the same model.
+        dtype: the dtype of weights and activations, float32 or bfloat16 (see cpu/packed_linear.py).
         tiled: whether the weights are in tiles (cpu/tiled.py). The code is the same for all kinds of tiles. The weights
             of experts are always in tiles (cpu/tiled_experts.py).
 

@@ -117,7 +117,7 @@ class Layers:
 
     Args:
         fixed: the fixed inputs of each layer's functions.
-        kv_caches: of each layer, as in KVCache.
+        kv_caches: the KV cache of each layer, as in KVCache.
         windows: how many of the last tokens the attention of each layer sees; None for all.
         ropes: which of the model's ropes each layer has.
         kinds: the kind of each layer (see layer_kinds.py).

@@ -25,7 +25,7 @@ constexpr int KEYS = std::max(BLOCK_SIZE, 64 / BLOCK_SIZE * BLOCK_SIZE);
 constexpr int NUM_PAGES = KEYS / BLOCK_SIZE;
 constexpr int KEY_COLUMNS = round_up(KEYS, LANES);
 constexpr int DIMS = round_up(HEAD_DIM, LANES);
-constexpr int PIECES = 8;  // for each thread, into which queries by themselves are divided
+constexpr int PIECES = 8;  // per thread, when queries by themselves are divided into pieces
 constexpr int64_t PAGE = HEAD_DIM * BLOCK_SIZE;
 constexpr int64_t ROW = NUM_KV_HEADS * GROUP * HEAD_DIM;  // elements in a row of q and the output
 constexpr float LOWEST = -1e30f;                          // `largest` of a row that has seen no key
@@ -33,7 +33,7 @@ constexpr float HIDDEN = -__builtin_inff();               // a score that is mas
 
 struct Sequence {
     const int64_t* blocks;
-    int64_t row;  // in q, of its first query
+    int64_t row;  // the row of its first query in q
     int64_t num_queries, num_keys;
 };
 

@@ -87,7 +87,7 @@ void multiply_by_a(const Stored* const* x, const Stored* a, int64_t length, floa
         }
 }
 
-// sums [N, columns] += h [N, M] times b [M, columns]. Rows of sums are OUTPUTS numbers apart, and those of h and b
+// sums [N, columns] += h [N, M] times b [M, columns]. Rows of sums are OUTPUTS numbers apart, and rows of h and b
 // are `h_stride` and `b_stride` numbers apart.
 template <int N, int M>
 void multiply_by_b(const float* h, int64_t h_stride, const Stored* b, int64_t b_stride, int columns, float* sums) {

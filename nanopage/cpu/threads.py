@@ -96,8 +96,8 @@ class ThreadCount:
         return max(1, min(self.most, max(at_least, min(self.threads, at_most))))
 
     def _times(self) -> tuple[float, float, float]:
-        """Three times in seconds: the clock, the CPU time of all processes on the CPUs that this process may use, and
-        the CPU time of this process and its engine.
+        """Returns, in seconds: the clock, the CPU time of all processes on the CPUs that this process may use, and the
+        CPU time of this process and its engine.
 
         Leaves out processes with a low priority, such as the one that compiles, because they give way. If the system
         does not report other processes, they count as idle.

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t PARALLEL = 1 << 15;  // numbers from which on several threads are worth their cost
+constexpr int64_t PARALLEL = 1 << 15;  // from this many numbers on, several threads pay
 
 template <class Number>
 std::unique_ptr<Number[]> uninitialized(int64_t size) {

@@ -128,7 +128,7 @@ def _num_weights(module: nn.Module) -> int:
 
 
 def keep_layers(model: Decoder) -> None:
-    """Number the layers of a part from 0, and forget those of other stages."""
+    """Number the layers of a part from 0, and drop the layers of other stages."""
     model.layers = nn.ModuleList(layer for layer in model.layers if not isinstance(layer, nn.Identity))
     layers: Any = model.layers
     for index, layer in enumerate(layers):

@@ -29,12 +29,12 @@ VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_chosen"]}
 def grouped_linear_kernel(
     x_ptr,
     weight_ptr,  # [experts, out_features, in_features]
-    scale_ptr,  # of each pair, in the order of tokens
+    scale_ptr,  # the scale of each pair, in the order of tokens
     out_ptr,
     order_ptr,  # the pair of each row
-    expert_ptr,  # of each block; num_experts for none
+    expert_ptr,  # the expert of each block; num_experts for none
     row_ptr,  # the first row of each block
-    end_ptr,  # the row behind the last one of each expert
+    end_ptr,  # the row after each expert's last row
     num_experts,
     num_chosen,
     in_features,
@@ -82,7 +82,7 @@ class Groups:
     order    [T * num_chosen]  the pair of each row: token * num_chosen + index among the token's experts
     experts  [blocks]          the expert of each block, counted from 0; the number of experts if it has none
     rows     [blocks]          the first row of each block
-    ends     [experts]         the row behind the last one of each expert
+    ends     [experts]         the row after each expert's last row
     """
 
     order: Tensor
@@ -103,7 +103,7 @@ def group(chosen: Tensor, first: int, num_experts: int, block_rows: int) -> Grou
     order = expert.argsort(stable=True)
     counts = expert.new_zeros(num_experts + 1).scatter_add_(0, expert, torch.ones_like(expert))[:-1]
     ends, num_blocks = counts.cumsum(0), (counts + block_rows - 1) // block_rows
-    last = num_blocks.cumsum(0)  # the block behind the last one of each expert
+    last = num_blocks.cumsum(0)  # the block after each expert's last block
     block = torch.arange(most_blocks(len(expert), num_experts, block_rows), device=chosen.device)
     experts = torch.searchsorted(last, block, right=True)
     known = experts.clamp(max=num_experts - 1)

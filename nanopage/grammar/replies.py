@@ -19,9 +19,9 @@ def read_replies(llm: HasTokenizer, output: RequestOutput, tools: list[dict] | N
     """The reasoning, the content and the calls of each completion of a conversation.
 
     Args:
-        output: of `chat` or `stream`. If the model's marks of calls are special tokens, as Mistral's are, then the
+        output: an output of `chat` or `stream`. If the model's marks of calls are special tokens, like Mistral's, the
             parameters must have skip_special_tokens=False.
-        tools: those that the model was given, as {"type": "function", "function": {...}}.
+        tools: the tools that the model was given, as {"type": "function", "function": {...}}.
 
     Raises: ValueError, TypeError for tools that are not valid, or calls in an unknown form.
     """

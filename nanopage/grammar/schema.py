@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# Formats that llguidance enforces, and those of JSON Schema that it refuses by name. All others are annotations, such
+# Formats that llguidance enforces, and formats of JSON Schema that it refuses by name. All others are annotations, such
 # as OpenAPI's "int64" and "password".
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 REFUSED = ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template", "regex")

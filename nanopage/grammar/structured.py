@@ -70,7 +70,7 @@ class Grammars:
         key, name = (kind, text, not params.disable_any_whitespace), f"structured_outputs.{kind}"
         if (kept := self._find(key)) is not None:
             return kept
-        with self._compiling, rust_errors(name):  # those of llguidance, and the panics of its Rust code
+        with self._compiling, rust_errors(name):  # llguidance's errors, and the panics of its Rust code
             if (kept := self._find(key)) is None:
                 if self._vocabulary is None:
                     self._vocabulary = Vocabulary(self.tokenizer, self.vocab_size, self.eos_token_ids)

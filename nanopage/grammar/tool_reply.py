@@ -45,7 +45,7 @@ class ReplyReader:
 
     Args:
         tool_format: how the model writes calls; None if it has no tools.
-        names: of the tools. Other names are not calls.
+        names: the names of the tools. Other names are not calls.
         parallel: whether calls after the first one count. False: they are left out.
         reasoning: whether the prompt ends within the reasoning, so that the reply begins with it. Otherwise the reply
             may begin its reasoning itself. None: the model does not think.

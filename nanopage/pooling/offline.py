@@ -90,7 +90,7 @@ def embed(
     pooling_params: AnyPoolingParams = None,
     **options: Unpack[Options],
 ) -> list[EmbeddingRequestOutput]:
-    """The embeddings of texts, as `outputs.embedding`. Arguments and errors are those of `encode`."""
+    """The embeddings of texts, as `outputs.embedding`. Arguments and errors: as `encode`."""
     outputs = _run(llm, "embed", prompts, pooling_params, options, "embed")
     return [_result(EmbeddingRequestOutput, output, EmbeddingOutput(_numbers(output))) for output in outputs]
 
@@ -102,7 +102,7 @@ def classify(
     pooling_params: AnyPoolingParams = None,
     **options: Unpack[Options],
 ) -> list[ClassificationRequestOutput]:
-    """The probabilities of classes, as `outputs.probs`. Arguments and errors are those of `encode`."""
+    """The probabilities of classes, as `outputs.probs`. Arguments and errors: as `encode`."""
     outputs = _run(llm, "classify", prompts, pooling_params, options, "classify")
     return [_result(ClassificationRequestOutput, output, ClassificationOutput(_numbers(output))) for output in outputs]
 
@@ -116,7 +116,7 @@ def score(
     pooling_params: PoolingParams | None = None,
     **options: Unpack[Options],
 ) -> list[ScoringRequestOutput]:
-    """How well pairs of texts belong together, as `outputs.score`. A model with one class scores pairs itself. With an
+    """How well the texts of a pair match, as `outputs.score`. A model with one class scores pairs itself. With an
     embedding model, the score is the similarity of the two embeddings.
 
     Args:

@@ -88,7 +88,7 @@ class PoolingRequests:
             )
 
     def _most_tokens(self, params: PoolingParams) -> int | None:
-        """How many tokens of a longer text are kept; None: all."""
+        """How many tokens of a longer text are kept. None: all."""
         most, limit = params.truncate_prompt_tokens, self.processor.max_model_len
         if most is not None and most > limit:
             raise ValueError(f"truncate_prompt_tokens={most} is more than max_model_len={limit}")

@@ -39,7 +39,7 @@ NUMBERS: dict[GGUFValueType, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor's data is in the file, and what it is."""
+    """The place, the type and the shape of a tensor's data in the file."""
 
     name: str
     shape: tuple[int, ...]  # rows first, as in torch; the file has the reverse order

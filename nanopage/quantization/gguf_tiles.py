@@ -60,7 +60,7 @@ def place(
 
     Args:
         whole: the whole model. `model` may have only some of its layers; the file in the cache has all.
-        dtype: of activations.
+        dtype: the dtype of activations.
         on_progress: as in `load_model`.
 
     Raises:

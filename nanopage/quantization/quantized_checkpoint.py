@@ -241,7 +241,7 @@ def place(
 
     Args:
         packed: whether to pack the weights as a GPU reads them. False: in tiles, for a CPU.
-        dtype: of activations.
+        dtype: the dtype of activations.
 
     Raises: ValueError as `Reader.read`; MemoryError if the integers do not fit on the device.
     """

@@ -117,7 +117,7 @@ class Chat:
         return ["".join([*texts, *(str(tool.describe()) for tool in self.use.offered)])]
 
     async def start(self, entered: Callable[[], None]) -> Generation:
-        """Put the conversation into the engine. Arguments and errors are those of `generation.start`."""
+        """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
         prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body, self.use.offered)
         self.reasoning, tokenizer = prompt["reasoning"], self.llm.engine.tokenizer
         marks = () if self.reasoning is None else (THINK, END_THINK)

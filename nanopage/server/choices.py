@@ -12,9 +12,9 @@ from nanopage.server.generation import Generation
 class Change:
     """What is new in one choice.
 
-    index: of the choice: prompt * n + completion.
+    index: the index of the choice, prompt * n + completion.
     completion: its `delta` is the text.
-    num_seen: output tokens that earlier changes had.
+    num_seen: the number of output tokens in earlier changes.
     """
 
     index: int

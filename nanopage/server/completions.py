@@ -26,7 +26,7 @@ FILL_IN_THE_MIDDLE = (
 
 
 class Completions:
-    """One call: its choices as a reply or as chunks. Arguments and errors are those of Chat."""
+    """One call: its choices as a reply or as chunks. Arguments and errors: as Chat."""
 
     def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str, adapter: LoRARequest | None = None):
         body.check()
@@ -57,7 +57,7 @@ class Completions:
         self.outputs: dict[int, RequestOutput] = {}  # each prompt's latest output
 
     async def start(self, entered: Callable[[], None]) -> Generation:
-        """Put the prompts into the engine. Arguments and errors are those of `generation.start`."""
+        """Put the prompts into the engine. Arguments and errors: as `generation.start`."""
         try:
             prompts = await self.llm.in_thread(lambda: [self._prompt(prompt) for prompt in self.prompts])
         except PromptTooLongError as error:

@@ -149,7 +149,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _check_room(size: int, total: int, most: int) -> None:
-    """Raises: ApiError if there is no room for a body beside the others."""
+    """Raises: ApiError if there is no room for another body of this size."""
     if size > SMALL_BODY and total > most:
         message = f"the bodies of other calls take {most >> 20} MiB: try again, or send at most {SMALL_BODY >> 10} KiB"
         raise ApiError(503, message, code="too_many_bodies", retry_after=1)

@@ -45,7 +45,7 @@ class PoolingCall:
         self.id = f"{self.kind}-{uuid.uuid4().hex}"
 
     async def start(self, entered: Callable[[], None]) -> Generation:
-        """Put the prompts into the engine. Arguments and errors are those of `generation.start`."""
+        """Put the prompts into the engine. Arguments and errors: as `generation.start`."""
         return await start(self.llm, self.prompts, self.params, self.body, entered)
 
     def reply(self, outputs: list[RequestOutput]) -> dict:

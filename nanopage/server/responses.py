@@ -24,7 +24,7 @@ LOGPROBS = "message.output_text.logprobs"  # in `include`
 
 
 class Responses:
-    """One call: a response, or the events that it comes in. Arguments and errors are those of Chat."""
+    """One call: a response, or the events that it comes in. Arguments and errors: as Chat."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Responses:
         return self.chat.params
 
     async def start(self, entered: Callable[[], None]) -> Generation:
-        """Put the conversation into the engine. Arguments and errors are those of `generation.start`."""
+        """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
         try:
             return await self.chat.start(entered)
         except ApiError as error:

@@ -1,7 +1,7 @@
 """Router: which of several replicas gets a request. Imports no torch; the simulator uses it as well.
 
 A replica answers a request sooner if its prefix cache has the beginning of the prompt, and later if it is busy. The
-router knows neither: it remembers what it has sent to each replica, and what has not ended yet.
+router knows neither. It remembers what it has sent to each replica, and which requests have not ended yet.
 """
 
 from collections import OrderedDict

@@ -54,7 +54,7 @@ class ModelDrafter:
 
     Args:
         config: of the engine.
-        executor: of the draft model; it has started.
+        executor: the draft model's executor, already started.
         held: what the executor holds. Sequences that are longer than its max_model_len get no drafts.
         vocab_size: the model's. Tokens beyond it, which are padding, are not drafted.
         same_vocab: whether the draft model has as many tokens. Otherwise it gets no settings that name tokens.

@@ -1,4 +1,4 @@
-"""Drafts: guesses at the next tokens of sequences, of which one step checks several.
+"""Drafts: guesses at the next tokens of sequences. One step checks several of them.
 
 A decode with a draft is a row of a step with 1 + n tokens: the last known token, and the n tokens of the draft. A token
 is sampled after each of them. As long as the samples equal the draft, they are the sequence's next tokens. The first

@@ -1,5 +1,5 @@
 """Speculative decoding: NgramDrafter guesses the next tokens of sequences from their own tokens. DraftGains decides
-which drafts pay, also for those of a draft model (draft_model.py).
+which drafts pay, including the drafts of a draft model (draft_model.py).
 
 A text often repeats parts of itself: an answer quotes the document it is about, an edit copies most of the code. If the
 last few tokens of a sequence have occurred in it before, the draft is what followed them there (prompt lookup; Saxena
@@ -61,7 +61,7 @@ class DraftGains:
         Args:
             drafts: how long each draft could be. The state of the sequence has the draft's `reason`.
             most: tokens of all drafts together.
-            schedule: of the step.
+            schedule: the schedule of the step.
             seconds_to_make: number of tokens -> the time for making drafts of up to this length.
         """
         times = self.costs.of(len(schedule.singles))
@@ -230,7 +230,7 @@ class Acceptance:
 class DraftState:
     """What a drafter knows of a sequence.
 
-    reason: what its last draft came from: the length of the n-gram; 0 if a model made it.
+    reason: the length of the n-gram that its last draft came from; 0 if a model made the draft.
     worth: the time that a token of the draft saves, in steps.
     """
 

@@ -300,7 +300,7 @@ class Conversation:
 
         Args:
             system: a system message instead of the session's.
-            changes: of the session's settings.
+            changes: changes of the session's settings.
 
         Raises: ValueError, TypeError, OSError; nothing has changed then.
         """

@@ -19,7 +19,7 @@ def may_keep() -> bool:
 
 
 class Kept:
-    """The file of the present conversation, and those of earlier ones.
+    """The file of the present conversation, and the files of earlier conversations.
 
     Args:
         directory: where the files are; made when first needed.
@@ -55,7 +55,7 @@ class Kept:
             old.unlink(missing_ok=True)
 
     def earlier(self) -> list[Path]:
-        """The kept conversations but the one that this process writes, the latest first."""
+        """The kept conversations, the latest first, except for the one that this process writes."""
         return [file for file in self._files() if file != self._file]
 
     def _files(self) -> list[Path]:

@@ -327,7 +327,7 @@ class Frames:
 
 
 def _held(table: list[int]) -> list[int]:
-    """The blocks of a table, without those that were given back behind a window."""
+    """The blocks of a table, without the blocks that were given back behind a window."""
     return [block for block in table if block != NO_BLOCK]
 
 
