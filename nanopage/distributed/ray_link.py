@@ -42,7 +42,7 @@ class RayWorker:
         return get_node_ip_address(), nanopage.__version__
 
     def meeting_place(self) -> str:
-        """An address at which the workers can meet, on this node, as torch.distributed's `init_method`."""
+        """An address on this node at which the workers can meet, as torch.distributed's `init_method`."""
         ip = get_node_ip_address()
         with Listener((ip, 0)) as free:
             return f"tcp://{ip}:{free.address[1]}"

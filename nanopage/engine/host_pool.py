@@ -34,7 +34,7 @@ class HostPool:
         return len(count_blocks(tables, tables)) <= len(self.free_blocks)
 
     def add(self, tables: Tables) -> list[tuple[int, int]]:
-        """Take in tables of the device that fit. Returns (block, host block) of every block to copy."""
+        """Add tables of the device, which must fit. Returns (block, host block) of every block to copy."""
         counts = count_blocks(tables, tables)
         moved = {block: self.free_blocks.pop() for block in sorted(counts)}
         for block, host_block in moved.items():
