@@ -23,7 +23,7 @@ WINGS = (
     *("server", "terminal", "view", "cpu", "quantization", "distributed", "adapters", "speculation", "grammar"),
     *("aio", "beams", "pooling", "experts", "transformers_impl"),
 )
-MAX_LINES = 400  # of a file
+MAX_LINES, CORE_LINES = 400, 10_000  # of a file, of the core
 # Files that are still longer; the table only shrinks.
 LONGER = {
     *("quantization/gguf_checkpoint.py", "server/front.py", "server/serve.py", "view/frames.py"),
@@ -262,6 +262,12 @@ def test_files_are_short_and_few_are_at_the_top():
     lengths = {name: len(file.read_text().splitlines()) for file, name in places(ROOT.glob("nanopage/**/*.py")).items()}
     assert {name for name, length in lengths.items() if length > MAX_LINES} == LONGER
     assert sum("/" not in name for name in lengths) <= 12
+
+
+def test_one_person_can_hold_the_core_in_the_head():
+    lengths = {name: len(file.read_text().splitlines()) for file, name in places(ROOT.glob("nanopage/**/*.py")).items()}
+    core = {name: length for name, length in lengths.items() if name in CORE or name.split("/")[0] in CORE}
+    assert len(core) > 50 and sum(core.values()) <= CORE_LINES
 
 
 def functions_of(file):
