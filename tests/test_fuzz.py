@@ -1130,27 +1130,28 @@ def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
 def test_the_worlds_were_not_easy():
     """The suite must have met what it is for."""
     print("\n" + "\n".join(f"{count:8,} {what}" for what, count in happened.items()))
-    if happened["worlds"] < 50:
+    worlds = happened["worlds"]
+    if worlds < 50:
         pytest.skip("too few worlds were run to expect everything")
-    assert happened["worlds"] == WORLDS
+    assert worlds == WORLDS or "PYTEST_XDIST_WORKER" in os.environ  # other processes have run the others
     for what in ("worlds that preempted", "worlds with prefix-cache hits", "worlds that evicted", "worlds with aborts"):
-        assert happened[what] > WORLDS * 0.1, what
+        assert happened[what] > worlds * 0.1, what
     assert happened["tokens read before they were known"] > happened["tokens"] / 4
-    assert happened["tokens dropped"] > WORLDS / 10
+    assert happened["tokens dropped"] > worlds / 10
     assert happened["tokens of drafts that were accepted"] > happened["tokens of drafts"] / 4
-    assert happened["drafts that were accepted whole"] > WORLDS
-    assert happened["steps with drafts"] > WORLDS
-    assert happened["steps with drafts and chunks of prompts"] > WORLDS / 10
+    assert happened["drafts that were accepted whole"] > worlds
+    assert happened["steps with drafts"] > worlds
+    assert happened["steps with drafts and chunks of prompts"] > worlds / 10
     assert happened["steps on static buffers"] > happened["steps"] / 5
     assert happened["steps in pieces on static buffers"] > happened["steps"] / 20
-    assert happened["steps that failed with copies or swaps"] > WORLDS / 20
-    assert happened["constrained completions that were complete"] > WORLDS / 10
-    assert happened["adapters loaded"] > WORLDS / 5
+    assert happened["steps that failed with copies or swaps"] > worlds / 20
+    assert happened["constrained completions that were complete"] > worlds / 10
+    assert happened["adapters loaded"] > worlds / 5
     assert happened["tokens of draft models that were accepted"] > happened["tokens of draft models"] / 4
-    assert happened["tokens of draft models"] > WORLDS / 2
-    assert happened["adapters found in their slots"] > WORLDS / 10
-    assert happened["worlds with windows that preempted"] > WORLDS / 50
-    assert happened["worlds with windows that swapped"] > WORLDS / 100
-    assert happened["worlds with windows and prefix-cache hits"] > WORLDS / 10
+    assert happened["tokens of draft models"] > worlds / 2
+    assert happened["adapters found in their slots"] > worlds / 10
+    assert happened["worlds with windows that preempted"] > worlds / 50
+    assert happened["worlds with windows that swapped"] > worlds / 100
+    assert happened["worlds with windows and prefix-cache hits"] > worlds / 10
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
-        assert happened[what] > WORLDS * 0.01, what
+        assert happened[what] > worlds * 0.01, what
