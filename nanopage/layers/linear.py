@@ -44,7 +44,9 @@ def replace_weights(module: nn.Module, replace: Callable[[Linear], Weight]) -> N
     for layer in module.modules():
         if isinstance(layer, Linear | Embedding) and isinstance(layer.weight, Floats):
             sharing.setdefault(id(layer.weight), []).append(layer)
-    for layers in sharing.values():
+    # A matrix shared with an embedding is the largest: replaced first, its memory would be cut up for the others, and
+    # on a CPU fewer huge pages would be left.
+    for layers in sorted(sharing.values(), key=len):
         for linear in [layer for layer in layers if isinstance(layer, Linear)]:
             weight = replace(linear)
             for layer in layers:

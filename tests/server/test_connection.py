@@ -3,6 +3,7 @@ clients than file descriptors."""
 
 import asyncio
 import contextlib
+import gc
 import os
 import resource
 import socket
@@ -221,6 +222,7 @@ def test_connections_wait_while_no_file_descriptor_is_left(caplog):
     async def talk():
         (sock,) = listen("127.0.0.1", 0, None)
         clients = [socket.create_connection(sock.getsockname(), timeout=20) for _ in range(10)]
+        gc.collect()  # or what other tests have left could free descriptors meanwhile
         three = [os.dup(0) for _ in range(3)]
         for descriptor in three:
             os.close(descriptor)
