@@ -85,8 +85,8 @@ def build_engine(
 
 def _read_config(config: EngineConfig, checkpoint: loader.Checkpoint) -> ModelConfig:
     """Read the configuration for a family here, or else for transformers' own module. Raises: as `build_engine`."""
-    fits = not isinstance(checkpoint, Path) or has_family(checkpoint)
-    if config.model_impl == "nanopage" or (config.model_impl == "auto" and fits):
+    fits = config.model_impl == "auto" and (not isinstance(checkpoint, Path) or has_family(checkpoint))
+    if fits or config.model_impl == "nanopage":
         return loader.read_config(checkpoint)
     from nanopage.transformers_impl.config import read_config  # imports transformers
 

@@ -18,7 +18,6 @@ from nanopage.files.safetensors_checkpoint import StoredTensor, opened, stored_b
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FLOATS = ("F64", "F32", "F16", "BF16")
-MAX_RANK = 512
 MAX_ALPHA = 1e6
 TENSOR = re.compile(
     r"base_model\.model\.model\.layers\.(\d{1,4})\.([\w.]{1,60})\.lora_([AB])(?:\.default)?\.weight", re.ASCII
@@ -147,10 +146,7 @@ def module_shapes(model: ModelConfig, layer: int, fused: bool = False) -> dict[s
     if fused:
         return shapes | {GATE_UP: (2 * inner, hidden), DOWN: (hidden, inner)}
     for expert in range(experts.num_experts):
-        if model.architecture == "MixtralForCausalLM":
-            add(f"block_sparse_moe.experts.{expert}", inner, ("w1", "w3", "w2"))
-        else:
-            add(f"mlp.experts.{expert}", inner)
+        add(f"{experts.place}.{expert}", inner, experts.parts)
     return shapes
 
 

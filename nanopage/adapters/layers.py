@@ -29,16 +29,17 @@ sizes  the number of outputs of each part
 class Running:
     """The step that a model is computing. Its LoRAWeights share this object: other layers know nothing of adapters.
 
-    rows: the tokens that an expert is computing. None: all tokens of the step.
+    of_expert: the adapter slots of the tokens that an expert is computing. None outside of experts.
     """
 
     step: Any = None
-    rows: Tensor | None = None
+    of_expert: Tensor | None = None
 
     def slots(self) -> Tensor | None:
         """The adapter slot of each row, -1 for none. None: no token of the step has an adapter."""
-        slots = None if self.step is None else self.step.adapters
-        return slots if slots is None or self.rows is None else slots[self.rows]
+        if self.of_expert is not None:
+            return self.of_expert
+        return None if self.step is None else self.step.adapters
 
 
 class LoRAWeight(nn.Module):

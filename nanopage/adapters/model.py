@@ -44,12 +44,13 @@ class AdaptedExperts(Experts):
 
     def chosen(self, numbers: Tensor, weights: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
         """As `Experts.chosen`."""
+        slots = self.running.slots()
         try:
             for expert, rows, scale in super().chosen(numbers, weights):
-                self.running.rows = rows
+                self.running.of_expert = None if slots is None else slots[rows]
                 yield expert, rows, scale
         finally:
-            self.running.rows = None
+            self.running.of_expert = None
 
 
 class AdaptedDecoder(Decoder):

@@ -16,6 +16,7 @@ class ExpertsConfig:
     shared_size: the intermediate size of an expert that computes all tokens; 0: there is none.
     normalize: whether the weights of a token's experts are divided by their sum.
     layers: whether each layer of the model has a mixture. Others have a plain feed-forward layer.
+    place, parts: the names in checkpoints: of the experts in a layer, and of an expert's gate, up and down projections.
     """
 
     num_experts: int
@@ -24,6 +25,8 @@ class ExpertsConfig:
     shared_size: int
     normalize: bool
     layers: tuple[bool, ...]
+    place: str = "mlp.experts"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)

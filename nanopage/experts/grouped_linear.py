@@ -122,7 +122,7 @@ def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, we
     Args:
         x: [T, hidden_size] in float32, float16 or bfloat16.
         gate_up: [experts, 2 * intermediate_size, hidden_size]. down: [experts, hidden_size, intermediate_size].
-        chosen, weights: [T, num_chosen], from `layers.moe.route`.
+        chosen, weights: [T, num_chosen], from `routing.route`.
         first: the number of the first expert in `gate_up` and `down`. Experts on other workers add nothing.
 
     Returns: [T, hidden_size]

@@ -5,6 +5,7 @@ no effect. A field that would change the result and is not supported is an error
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -39,8 +40,7 @@ def add_ends(config: ModelConfig, path: Path) -> ModelConfig:
 def has_family(path: Path) -> bool:
     """Whether a family has the architecture of a directory's config.json. Raises: as `config_from_directory`."""
     names = read_json(path / "config.json").get("architectures")
-    known = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    return any(find_family(architecture) is not None for name in known for architecture in (_causal(name), name))
+    return isinstance(names, list) and _search(name for name in names if isinstance(name, str)) is not None
 
 
 def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
@@ -88,12 +88,19 @@ def _find_family(fields: Fields) -> tuple[str, str, ModuleType]:
     names = fields.values.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise fields.error("architectures", f"must be a list of names, got {shown(names)}")
-    for name in names or []:
+    if (found := _search(names or [])) is not None:
+        return found
+    supported = ", ".join(name for family in load_families() for name in family.ARCHITECTURES)
+    raise fields.error("architectures", f"{shown(names)} is not supported; supported: {supported}")
+
+
+def _search(names: Iterable[str]) -> tuple[str, str, ModuleType] | None:
+    """As `_find_family`. None: no family here has one of these names."""
+    for name in names:
         for architecture in (_causal(name), name):
             if (family := find_family(architecture)) is not None:
                 return name, architecture, family
-    supported = ", ".join(name for family in load_families() for name in family.ARCHITECTURES)
-    raise fields.error("architectures", f"{shown(names)} is not supported; supported: {supported}")
+    return None
 
 
 def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from nanopage.cpu.tile_linear import Blocks
 
-SUPER = 256  # weights of a block of the K types
-
 
 def split_blocks(kind: Kind, data: Tensor) -> Blocks:
     """Split rows of a tensor of one of the KINDS into integers, scales and offsets.

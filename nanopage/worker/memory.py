@@ -141,7 +141,7 @@ def measure_capacity(setup: Setup, step_bytes: int) -> Capacity:
     """What the worker can hold. Args: step_bytes: as `measure_step` returns it. Raises: as the functions below."""
     config, longest = setup.config, setup.longest
     size = block_bytes(setup.part, config.block_size, setup.kv_dtype, setup.kinds.num_rows)
-    num_blocks = num_blocks_that_fit(setup, size, step_bytes) if setup.kinds.windows else 0
+    num_blocks = num_blocks_that_fit(setup, size, step_bytes) if setup.has_cache else 0
     max_model_len = fit_length(config, longest, setup.needs.longest(num_blocks, longest))
     host_blocks, dtype = num_host_blocks(config, num_blocks, size), str(setup.dtype).removeprefix("torch.")
     return Capacity(setup.device.type, dtype, num_blocks, host_blocks, max_model_len, setup.kinds.windows)

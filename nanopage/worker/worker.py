@@ -111,7 +111,7 @@ class Worker:
         weights = f" with {' '.join(kinds)} weights" if kinds else ""
         kv_dtype = "" if setup.kv_dtype == setup.dtype else f" in {str(setup.kv_dtype).removeprefix('torch.')}"
         lengths = f"{tokens:,} tokens = {requests:.1f} requests of {capacity.max_model_len:,} tokens"
-        cache = f"KV cache{kv_dtype} {gib:.2f} GiB = {lengths}" if capacity.windows else "no KV cache"
+        cache = f"KV cache{kv_dtype} {gib:.2f} GiB = {lengths}" if setup.has_cache else "no KV cache"
         logger.info(f"{setup.path.name} in {capacity.dtype}{weights} on {capacity.device}; {cache}")
         if windows := {window for window in capacity.windows if window is not None}:
             sizes = " or ".join(f"{window:,}" for window in sorted(windows))
