@@ -42,7 +42,7 @@ class LLMEngine:
         model_path: a directory or a .gguf file. Used for messages and for the sampling parameters it recommends.
         tokenizer: None if the model has none, which only load_format="dummy" allows.
         executor: runs the steps. The constructor starts it.
-        make_drafts: called with the workers' capacity; makes what guesses tokens, with `config.speculation`.
+        make_drafts: makes the Drafts for the workers' capacity. None: nothing guesses tokens.
         adapter_slots: of the workers, with `config.enable_lora`.
 
     Raises: as `Executor.start`; ValueError for recommended sampling parameters that are not valid.

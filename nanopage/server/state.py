@@ -24,7 +24,7 @@ class ServerState:
     """What the routes share.
 
     Args:
-        model_names: the names of the model. Replies to requests that name no model have the first.
+        model_names: the names of the model. Replies name the first if the request names none.
         max_queue: most requests that wait for their first step, and most requests of one call.
         max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
         stall_seconds: the time after which a step counts as hung.
