@@ -20,10 +20,10 @@ from nanopage.engine.token_budget import Use, choose_budget
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
-from nanopage.models.read_config import has_family
 from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
+from nanopage.read_config import has_family
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.setup import choose_drafts
 from nanopage.startup import worker_process

@@ -1,4 +1,4 @@
-"""ModelConfig: config.json as data. models/read_config.py reads it."""
+"""ModelConfig: config.json as data. read_config.py reads it."""
 
 from dataclasses import dataclass, replace
 

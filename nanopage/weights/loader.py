@@ -30,9 +30,9 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.weight import Floats, own_parameters
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of, meta_model
-from nanopage.models.read_config import config_from_directory
 from nanopage.quantization import gguf_tiles, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.read_config import config_from_directory
 from nanopage.weights.allocation import all_finite, materialize
 
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint

@@ -19,7 +19,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.config.rope import ROPE_NUMBERS, ROPE_TYPES, RopeConfig
 from nanopage.layers.rotary import inverse_frequencies
 from nanopage.models import find_family
-from nanopage.models.read_config import config_from_dict, config_from_directory
+from nanopage.read_config import config_from_dict, config_from_directory
 from nanopage.weights import loader
 
 ARCHITECTURES = {

@@ -30,7 +30,7 @@ from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.layers.linear import Linear
 from nanopage.layers.weight import Floats
 from nanopage.models import find_family, load_families, own_families
-from nanopage.models.read_config import config_from_dict
+from nanopage.read_config import config_from_dict
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
@@ -369,7 +369,7 @@ def test_each_layer_writes_to_its_own_cache_and_only_the_last_drops_rows(tmp_pat
 def test_a_family_is_a_file():
     """CONTRIBUTING.md says so: a file in families/, a word in docs/map.md, cases here."""
     folder = Path(models.__file__).parent
-    assert {file.stem for file in folder.glob("*.py")} == {"llama", "decoder", "meta", "read_config", "__init__"}
+    assert {file.stem for file in folder.glob("*.py")} == {"llama", "decoder", "meta", "__init__"}
     families = load_families()
     names = {f"families.{file.stem}" for file in folder.with_name("families").glob("[!_]*.py")} | {"models.llama"}
     assert {family.__name__.removeprefix("nanopage.") for family in families} == names

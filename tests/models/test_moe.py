@@ -22,7 +22,7 @@ from nanopage.files import safetensors_checkpoint
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.layers.weight import Floats
-from nanopage.models.read_config import config_from_dict
+from nanopage.read_config import config_from_dict
 from nanopage.startup.options import refused
 from nanopage.startup.worker import build_worker
 from nanopage.weights import loader
