@@ -13,6 +13,7 @@ from nanopage.beams.offline import beam_search
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.threads import default_threads
+from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype
 from nanopage.distributed import ray_cluster
 from nanopage.distributed.process_executor import Link, ProcessExecutor, start_processes
 from nanopage.engine.engine import LLMEngine
@@ -24,6 +25,7 @@ from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
 from nanopage.read_config import has_family
+from nanopage.recurrent.states import fit_block_size
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.setup import choose_drafts
 from nanopage.startup import worker_process
@@ -101,6 +103,7 @@ def _read_model(
     Raises: as `build_engine`.
     """
     _check_length(config, model_config.max_position_embeddings)
+    config = _fit_blocks(config, model_config)
     tokenizer = None
     if config.load_format != "dummy" or path.suffix == ".gguf" or exists(path / "tokenizer.json"):
         tokenizer = Tokenizer(checkpoint, model_config.vocab_size)
@@ -115,6 +118,18 @@ def _read_model(
         ends = ", ".join(f"{tokenizer.backend.id_to_token(i)!r} ({i})" for i in sorted(model_config.eos_token_ids))
         logger.info(f"a reply ends with one of these tokens: {ends:.500}" if ends else "no token ends a reply")
     return config, model_config, tokenizer
+
+
+def _fit_blocks(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    """Make blocks large enough for the states of layers that have one."""
+    device = resolve_device(config.device)
+    dtype, _ = resolve_dtype(config.dtype, model_config.dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.dtype, model_config.dtype, dtype, device)
+    block_size = fit_block_size(model_config, config.block_size, dtype, kv_dtype)
+    if block_size == config.block_size:
+        return config
+    logger.info(f"block_size is {block_size}, not {config.block_size}: a block has room for the state of a layer")
+    return replace(config, block_size=block_size)
 
 
 def _check_length(config: EngineConfig, limit: int) -> None:

@@ -68,11 +68,12 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
         stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
         quantization = StoredQuantization.from_fields(stored, "experts" in special)
     vocab_size = fields.size("vocab_size")
+    if "intermediate_size" not in special:
+        special["intermediate_size"] = fields.size("intermediate_size")
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=fields.size("hidden_size"),
-        intermediate_size=fields.size("intermediate_size"),
         num_layers=fields.size("num_hidden_layers"),
         num_heads=fields.size("num_attention_heads"),
         dtype=read_dtype(fields),

@@ -110,8 +110,10 @@ def tiny_hf_model(
         fields["head_dim"] = 32  # its default is 128 or 256
     if family.startswith("gemma"):  # as in real models: head_dim, and a window in some layers
         fields |= {"query_pre_attn_scalar": 32, "sliding_window": 7}
-    if family in ("phi3", "smollm3"):
+    if family in ("phi3", "smollm3", "lfm2"):
         fields["pad_token_id"] = None  # its default is not in the vocabulary
+    if family == "lfm2":
+        fields["layer_types"] = ["conv", "full_attention"]
     if family == "olmo3":
         fields["sliding_window"] = 7  # its default is 4096
     if family == "mistral":

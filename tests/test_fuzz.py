@@ -787,7 +787,7 @@ def check_world(
         fail_at_times(engine, rng)
     if prepare is not None:
         prepare(engine)
-    if not engine.async_scheduling:
+    if not engine.async_scheduling and not engine.model_config.state:
         engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
     run_world(engine, plans)
     for plan in plans:
@@ -849,6 +849,29 @@ def test_nor_do_windows(world, windowed):
     happened["worlds with windows that preempted"] += engine.scheduler.queues.num_preemptions > 0
     happened["worlds with windows that swapped"] += engine.executor.worker.kv_cache.host is not None
     happened["worlds with windows and prefix-cache hits"] += manager.num_hit_tokens > 0
+
+
+@pytest.fixture(scope="module")
+def with_states(tmp_path_factory):
+    """Models with layers that keep a state, and their oracles: some layers, or all of them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "pad_token_id": None}
+    made = []
+    for kinds in (["conv", "full_attention", "conv", "conv"], ["conv", "conv"]):
+        directory = tmp_path_factory.mktemp("lfm2")
+        model = tiny_model(directory, "lfm2", **sizes, layer_types=kinds, num_hidden_layers=len(kinds))
+        made.append((model, make_oracle(model)))
+    return made
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 4)))
+def test_nor_do_states(world, with_states):
+    """A state goes on from where the last step has ended, and is found at the ends of prefixes."""
+    rng = random.Random(f"states-{SEED}-{world}")
+    how = {"fails": rng.random() < 0.4, "pressed": world % 5 > 0}
+    engine = check_world(*with_states[world % 3 == 2], world, rng, False, **how, prepare=poison_free_blocks)
+    happened["worlds with states that preempted"] += engine.scheduler.queues.num_preemptions > 0
+    happened["worlds with states that swapped"] += engine.executor.worker.kv_cache.host is not None
+    happened["worlds with states and prefix-cache hits"] += engine.scheduler.block_manager.num_hit_tokens > 0
 
 
 @pytest.fixture(scope="module")
@@ -927,7 +950,7 @@ def test_nor_do_adapters(world, model, oracle, adapted):
         runner.ways = [graphs, *runner.ways]
     if world % 4 == 0:
         fail_at_times(engine, rng)
-    if not engine.async_scheduling:
+    if not engine.async_scheduling and not engine.model_config.state:
         engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
     slots = engine.scheduler.adapter_slots
     take = slots.take
@@ -1153,5 +1176,8 @@ def test_the_worlds_were_not_easy():
     assert happened["worlds with windows that preempted"] > worlds / 50
     assert happened["worlds with windows that swapped"] > worlds / 100
     assert happened["worlds with windows and prefix-cache hits"] > worlds / 10
+    assert happened["worlds with states that preempted"] > worlds / 50
+    assert happened["worlds with states that swapped"] > worlds / 100
+    assert happened["worlds with states and prefix-cache hits"] > worlds / 20
     for what in ("worlds that swapped", "requests with several completions", "beam searches", "forks", "copies"):
         assert happened[what] > worlds * 0.01, what

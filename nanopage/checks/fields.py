@@ -35,6 +35,9 @@ MAX_SIZES = {
     "decoder_sparse_step": 2**10,
     "type_vocab_size": 2**10,
     "num_labels": 2**16,
+    "conv_L_cache": 2**10,
+    "block_ff_dim": 2**20,
+    "block_multiple_of": 2**20,
 }
 
 # The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.
@@ -58,6 +61,8 @@ RANGES = {
     "final_logit_softcapping": (1e-3, 1e6),
     "embedding_multiplier": (1e-6, 1e6),
     "residual_multiplier": (1e-6, 1e6),
+    "norm_eps": (1e-30, 1.0),
+    "block_ffn_dim_multiplier": (1e-3, 1e3),
     "attention_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
 }

@@ -1,6 +1,7 @@
 """ModelConfig: config.json as data. read_config.py reads it."""
 
 from dataclasses import dataclass, replace
+from math import prod
 
 from nanopage.checks.pooling import PoolingConfig
 from nanopage.checks.stored_quantization import StoredQuantization
@@ -44,6 +45,8 @@ class ModelConfig:
     logit_divisor: logits are divided by it.
     other_rope: a second rope, such as UNROTATED, of `other_rope_layers`. If a family does not name these layers, they
         are the layers with a window.
+    state: the shapes of what each layer with STATE in `sliding_windows` keeps of a sequence instead of K and V (see
+        recurrent/states.py).
     undivided: why tensor parallelism does not work with the family.
     type_vocab_size, first_position: of an encoder, which has no `rope`: how many texts token types tell apart, and the
         row of the first token in the position embeddings. Its norms are not RMS norms.
@@ -62,7 +65,7 @@ class ModelConfig:
     max_position_embeddings: int
     rope: RopeConfig
     tie_word_embeddings: bool
-    sliding_windows: tuple[int | None, ...]  # one per layer; None attends to everything
+    sliding_windows: tuple[int | None, ...]  # one per layer; None attends to everything; STATE: keeps no K and V
     dtype: str
     eos_token_ids: frozenset[int]
     quantization: StoredQuantization | None = None
@@ -79,6 +82,7 @@ class ModelConfig:
     logit_divisor: float = 1.0
     other_rope: RopeConfig | None = None
     other_rope_layers: frozenset[int] = frozenset()
+    state: tuple[tuple[int, ...], ...] = ()
     undivided: str | None = None
     type_vocab_size: int = 0
     first_position: int = 0
@@ -89,6 +93,11 @@ class ModelConfig:
     def is_encoder(self) -> bool:
         """Whether every token sees all others, so that layers keep nothing of a sequence."""
         return self.type_vocab_size > 0
+
+    @property
+    def state_size(self) -> int:
+        """How many numbers `state` is."""
+        return sum(prod(shape) for shape in self.state)
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
         """The same for sequences of up to `max_model_len` tokens. None: for the model's own limit."""

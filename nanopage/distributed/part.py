@@ -132,4 +132,6 @@ def keep_layers(model: Decoder) -> None:
     model.layers = nn.ModuleList(layer for layer in model.layers if not isinstance(layer, nn.Identity))
     layers: Any = model.layers
     for index, layer in enumerate(layers):
-        layer.self_attn.index = index
+        for module in layer.modules():
+            if hasattr(module, "index"):
+                module.index = index

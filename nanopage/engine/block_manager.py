@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from nanopage.engine.host_pool import HostPool, Tables, count_blocks
 from nanopage.engine.prefix_cache import Prefix, PrefixCache
 from nanopage.engine.windows import entries_behind
+from nanopage.state.layer_kinds import STATE
 from nanopage.step import NO_BLOCK
 
 
@@ -37,7 +38,7 @@ class BlockManager:
         block_size: token slots per block.
         enable_prefix_caching: share full blocks between sequences with equal prefixes.
         num_host_blocks: size of the pool for swapped sequences.
-        windows: of each kind of layers; None for a kind without one.
+        windows: of each kind of layers; None for a kind without one; STATE.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class BlockManager:
     ):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.windows, self.num_kinds = tuple(windows), len(windows)
+        self.num_states = self.windows.count(STATE)
         self.prefixes = PrefixCache(block_size, windows, enable_prefix_caching)
         self.host = HostPool(num_host_blocks)
         # Totals. A request that was preempted looks up its prefix again, and counts again.
@@ -84,6 +86,10 @@ class BlockManager:
     def lookup(self, token_ids: list[int], salt: str = "", hashes: list[bytes] | None = None) -> list[Prefix]:
         """The longest cached prefix of `token_ids`, block by block (see `PrefixCache.lookup`)."""
         return self.prefixes.lookup(token_ids, salt, hashes)
+
+    def marks(self, token_ids: list[int], salt: str, hashes: list[bytes]) -> list[int]:
+        """Where steps should end in a prompt (see `PrefixCache.marks`)."""
+        return self.prefixes.marks(token_ids, salt, hashes)
 
     def register(self, seq_id: int, token_ids: list[int], num_written: int, salt: str = "") -> None:
         """Register the full blocks among the first `num_written` tokens, whose K and V are written."""
@@ -135,7 +141,7 @@ class BlockManager:
         writers: list[int] = []  # the shared blocks that each writing table would write to
         for seq_id, num_written, num_tokens in work:
             table = self.block_tables[seq_id]
-            missing += max(0, self.blocks_for(num_tokens) - len(table))
+            missing += self._missing(table, num_tokens)
             writers += [table[index] for index in self._shared_entries(table, num_written)]
         # The last owner writes in place, so a block is copied at most ref_count - 1 times.
         return missing + sum(min(writers.count(block), self.ref_counts[block] - 1) for block in set(writers))
@@ -146,18 +152,19 @@ class BlockManager:
         Returns: False, changing nothing, if there are too few free blocks.
         """
         table = self.block_tables[seq_id]
-        missing = self.blocks_for(num_tokens) - len(table)
-        shares = self._shared_entries(table, num_written)
-        if max(0, missing) + len(shares) > self.num_free_blocks:
+        shares, num_entries = self._shared_entries(table, num_written), self.blocks_for(num_tokens)
+        if self._missing(table, num_tokens) + len(shares) > self.num_free_blocks:
             return False
         for index in shares:
             shared, table[index] = table[index], self._take_block()
             self.ref_counts[shared] -= 1
             self.ref_counts[table[index]] = 1
             self.copies.append((shared, table[index]))
-        for _ in range(missing):
-            block = self._take_block()
-            self.ref_counts[block] = 1
+        for index in range(len(table), num_entries):
+            skipped = self.windows[index % self.num_kinds] == STATE and index < num_entries - self.num_kinds
+            block = NO_BLOCK if skipped else self._take_block()
+            if not skipped:
+                self.ref_counts[block] = 1
             table.append(block)
         return True
 
@@ -209,6 +216,11 @@ class BlockManager:
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0 and not self.prefixes.keep(block):
             self._free.append(block)
+
+    def _missing(self, table: list[int], num_tokens: int) -> int:
+        """How many blocks a table lacks for so many tokens. Of states, only the newest needs one."""
+        missing = max(0, self.blocks_for(num_tokens) - len(table))
+        return missing - self.num_states * max(0, missing // self.num_kinds - 1)
 
     def _shared_entries(self, table: list[int], num_written: int) -> list[int]:
         """The table indices of the shared blocks that token `num_written` is written to."""

@@ -4,7 +4,9 @@ A *full* block whose K and V are written is registered under a chained hash of a
 sha256(parent hash, its tokens). The root of the chain is the hash of the request's salt. A hash only finds a candidate:
 the tokens of the whole chain are compared before a block is shared.
 
-If layers have windows, a prefix is a hit if all blocks that the token after it attends to are cached.
+If layers have windows, a prefix is a hit if all blocks that the token after it attends to are cached. If layers have
+states, the state at the end of the prefix must be. States are registered where steps end at the end of a block
+(`marks`).
 """
 
 from array import array
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from nanopage.state.layer_kinds import first_blocks
+from nanopage.state.layer_kinds import STATE, first_blocks
 from nanopage.step import NO_BLOCK
 
 
@@ -69,10 +71,22 @@ class PrefixCache:
 
         Args: hashes: the hashes of the first blocks, kept between calls. This adds the hashes it computes.
         """
+        chain = self._find(token_ids, salt, [] if hashes is None else hashes)
+        return chain if not any(self.windows) else self._cut(chain)
+
+    def marks(self, token_ids: list[int], salt: str, hashes: list[bytes]) -> list[int]:
+        """Where steps should end in a prompt, so that other prompts find a state there: at the end of its last full
+        block, and where it leaves a known prefix. Without states: nowhere. Args: as of `lookup`."""
+        if not self.enabled or STATE not in self.windows:
+            return []
+        last = (len(token_ids) - 1) // self.block_size
+        return sorted({length * self.block_size for length in (len(self._find(token_ids, salt, hashes)), last)})
+
+    def _find(self, token_ids: list[int], salt: str, hashes: list[bytes]) -> list[Prefix]:
+        """As `lookup`, except that blocks behind windows, and states, may be missing."""
         chain: list[Prefix] = []
         if not self.enabled:
             return chain
-        hashes = [] if hashes is None else hashes
         parent, num_blocks = None, (len(token_ids) - 1) // self.block_size
         if None not in self.windows:  # a missing block does not end the search, so find its end first
             self._add_hashes(hashes, token_ids, num_blocks, salt)
@@ -88,7 +102,7 @@ class PrefixCache:
                 break  # without a window, all tokens behind this block see it
             chain.append(prefix)
             parent = prefix
-        return chain if not any(self.windows) else self._cut(chain)
+        return chain
 
     def table_of(self, chain: list[Prefix]) -> list[int]:
         """The table that a sequence with this cached prefix starts with."""
@@ -121,6 +135,8 @@ class PrefixCache:
                 continue  # this block is in its sequence's chain, but not in the index that lookups read
             # If another sequence has registered the same prefix first, that sequence's blocks stay.
             for kind, block in enumerate(table[i * self.num_kinds : (i + 1) * self.num_kinds]):
+                if self.windows[kind] == STATE and (i + 1) * self.block_size != num_written:
+                    continue  # a state from before the end of the block
                 if prefix.blocks[kind] == NO_BLOCK and block != NO_BLOCK:
                     prefix.blocks[kind] = block
                     self.by_hash[key] = self.by_block[block] = prefix

@@ -262,6 +262,11 @@ def next_work(group: SequenceGroup, budget: int) -> Work:
     for seq in group.live if group.forked else group.live[:1]:
         end = seq.num_tokens if group.forked else group.shared_len
         num_tokens = 0 if group.forked and seq.full else min(end - seq.num_computed_tokens, budget)
+        if group.marks and num_tokens > 1:
+            ends = [
+                mark for mark in group.marks if seq.num_computed_tokens < mark < seq.num_computed_tokens + num_tokens
+            ]
+            num_tokens = ends[0] - seq.num_computed_tokens if ends else num_tokens
         if num_tokens > 0:  # a beam may have to wait for the others
             work.append((seq, num_tokens))
             budget -= num_tokens

@@ -225,6 +225,7 @@ class SequenceGroup:
     shared_len: int = field(init=False)
     num_cached_tokens: int = 0  # of the prompt, when it was first scheduled
     error: str | None = None  # why the request could not be completed
+    marks: list[int] = field(default_factory=list)  # where steps end in what its sequences share (`PrefixCache.marks`)
     read_as_it_comes: bool = True  # whether tokens become text before the request ends
     prompt_logprobs: list[LogprobTable] = field(default_factory=list)
     pooled: np.ndarray | None = None  # what has been pooled of the prompt: float64 [size]

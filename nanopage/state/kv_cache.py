@@ -24,7 +24,8 @@ class KVCache:
     tensor  [num_layers, 2, num_blocks, num_kv_heads, head_dim * block_size]: K in [l, 0] and V in [l, 1] of layer l.
             state/pages.py describes the layout of a block. If there are several kinds of layers (layer_kinds.py), the
             first dimension is only as large as the largest kind, and a block belongs to the layers of one kind
-    layers  of each layer, its part of `tensor`: [2, num_blocks, num_kv_heads, head_dim * block_size]
+    layers  of each layer, its part of `tensor`: [2, num_blocks, num_kv_heads, head_dim * block_size]. Layers with a
+            state keep it there (recurrent/states.py)
     movable   the same memory in a dtype that all operators know (state/pages.py); the methods below work on it
     host    the host pool, [num_host_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]; None before the first
             swap

@@ -13,6 +13,12 @@ For example, Gemma 3 270M has 15 layers with a window of 512 tokens and 3 withou
 A block holds 3 layers. A sequence of 32,768 tokens in blocks of 16 has 2,048 blocks of kind 0 and 33 of each other kind
 while it decodes: 2,213 blocks of 3 layers. With one kind it would have 2,048 blocks of 18 layers, 5.6 times as much.
 
+A layer may keep a state of fixed size instead of K and V, such as the last inputs of a convolution. Then the block of a
+logical block holds the state after the last of its tokens that is computed. A step reads the state that the previous
+token has left and writes the state after its own last token, so a sequence needs only the newest block of such a kind
+(STATE in place of a window). Full blocks hold states at their ends, from which other sequences with the same tokens can
+go on. So states are shared, copied, swapped and evicted like K and V.
+
 In most models, all layers are of one kind, without a window.
 """
 
@@ -22,13 +28,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 MOST_KINDS = 8  # each one is a block table more in every step
+STATE = -1  # in place of the window of layers that keep a state
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKinds:
     """The kinds of layers of a model.
 
-    windows    of each kind: how many of the last tokens its layers see, the present one included; None for all
+    windows    of each kind: how many of the last tokens its layers see, the present one included; None for all; STATE
     of_layers  the kind of each layer
     """
 
@@ -62,7 +69,7 @@ def divide_layers(windows: Sequence[int | None], max_model_len: int) -> LayerKin
     would save less than an eighth of a long context's memory, because few layers have one.
 
     Args:
-        windows: of each layer; None if it has none.
+        windows: of each layer; None if it has none; STATE.
         max_model_len: most tokens of a sequence.
     """
     windows = [window if window is not None and window < max_model_len else None for window in windows]
@@ -72,7 +79,8 @@ def divide_layers(windows: Sequence[int | None], max_model_len: int) -> LayerKin
     while sum(numbers.values()) > MOST_KINDS and size < len(windows):
         size += 1
         numbers = {window: -(-count // size) for window, count in counts.items()}
-    if sum(numbers.values()) > MOST_KINDS or size * numbers.get(None, 0) > 7 / 8 * len(windows):
+    little = sum(numbers.values()) > MOST_KINDS or size * numbers.get(None, 0) > 7 / 8 * len(windows)
+    if little and STATE not in counts:
         return one_kind(len(windows))
     kinds: list[int | None] = [window for window, number in numbers.items() for _ in range(number)]
     kinds.sort(key=lambda window: window is not None)  # the kinds without a window first
@@ -85,7 +93,9 @@ def divide_layers(windows: Sequence[int | None], max_model_len: int) -> LayerKin
 
 
 def first_block(window: int | None, position: int, block_size: int) -> int:
-    """The first logical block that queries from `position` on see."""
+    """The first logical block that queries from `position` on see. With a state: the block of the token before."""
+    if window == STATE:
+        return max(0, position - 1) // block_size
     return 0 if window is None else max(0, position + 1 - window) // block_size
 
 
@@ -128,7 +138,10 @@ class BlockNeeds:
 
     def _most(self, window: int | None) -> int:
         """The most blocks of a kind that one sequence has: the blocks that the window reaches from the first token of a
-        chunk, the blocks of the chunk, and one more because both may begin in the middle of a block."""
+        chunk, the blocks of the chunk, and one more because both may begin in the middle of a block. Of states: the old
+        one and the new one."""
+        if window == STATE:
+            return 2
         if window is None:
             return 2**62
         return -(-(window - 1) // self.block_size) + -(-self.max_chunk // self.block_size) + 1

@@ -142,15 +142,14 @@ def load_model(
 def _check(checkpoint: Checkpoint, whole: Decoder, config: ModelConfig) -> dict[StoredTensor, str]:
     """The tensors of a checkpoint, each with its name in a model with a language-model head. Raises: as `check_fit`."""
     names = {tensor: tensor.name for tensor in stored_tensors_of(checkpoint)}
-    if config.is_encoder:
-        rename = family_of(config).rename
-        names = {tensor: name for tensor in names if (name := rename(tensor.name, config)) is not None}
-    elif config.pooling is not None:
+    if config.pooling is not None and not config.is_encoder:
         # Without a language-model head, names lack the prefix "model.". A head for text that is not used is left out.
         for tensor, name in names.items():
             names[tensor] = name if name.startswith(("model.", "lm_head.", "score.")) else f"model.{name}"
         if config.pooling.answers is None:
             names = {tensor: name for tensor, name in names.items() if name != "lm_head.weight"}
+    if (rename := getattr(family_of(config), "rename", None)) is not None:
+        names = {tensor: new for tensor, name in names.items() if (new := rename(name, config)) is not None}
     if len({*names.values()}) < len(names):
         raise ValueError(f"{path_of(checkpoint)} has tensors with the same name, with and without a prefix")
     wanted, stored = slots(whole), [replace(tensor, name=name) for tensor, name in names.items()]

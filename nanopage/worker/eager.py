@@ -17,6 +17,7 @@ from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import Attention, StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
+from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.prompt_outputs import wants_prompt_logprobs
@@ -27,18 +28,18 @@ class Inputs:
     """A batch of T tokens as tensors.
 
     input_ids, positions  int64 [T], on the device
-    pages                 where K and V are in the layers of each kind
+    pages                 where K and V, or states, are in the layers of each kind
     adapters              as in StepContext
     """
 
     input_ids: Tensor
     positions: Tensor
-    pages: list["Pages"]
+    pages: "list[Pages | StatePages]"
     adapters: Tensor | None
 
     def step(self, kv_cache: KVCache, make_attention: Callable[["Pages"], Attention]) -> StepContext:
         """What the layers need to know of this batch."""
-        attentions = [make_attention(pages) for pages in self.pages]
+        attentions = [make_attention(pages) if isinstance(pages, Pages) else pages for pages in self.pages]
         layers = kv_cache.kinds.of_layers, kv_cache.layers
         return StepContext(self.positions, attentions, *layers, adapters=self.adapters)
 
@@ -62,6 +63,22 @@ class Pages:
     block_tables: Tensor
     query_lens: Tensor
     seq_lens: Tensor
+
+
+@dataclass(slots=True)
+class StatePages:
+    """Where the states of B sequences are, in the layers of one kind (see recurrent/states.py).
+
+    sources   int64 [B]  the block with the state of each sequence before the step; -1: it begins, without one
+    targets   int64 [B]  the block for its state after the step
+    sequence  int64 [T]  the sequence of each token
+    counts    int64 [B], on the CPU  the tokens of each sequence
+    """
+
+    sources: Tensor
+    targets: Tensor
+    sequence: Tensor
+    counts: np.ndarray
 
 
 @dataclass(slots=True)
@@ -128,9 +145,13 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
         blocks_there = table.blocks[token_rows, places // block_size].T.contiguous().long()
         slots = blocks_there * block_size + places % block_size
         input_ids = table.tokens[token_rows, places].long()
-    tables = {window: table.tables_of(window, rows, starts, counts) for window in set(table.windows)}
-    pages = []
+    tables = {window: table.tables_of(window, rows, starts, counts) for window in set(table.windows) - {STATE}}
+    pages: list[Pages | StatePages] = []
     for kind, window in enumerate(table.windows):
+        if window == STATE:
+            before_and_after = table.states_of(kind, rows, starts, counts)
+            pages.append(StatePages(*before_and_after, to_device(torch.from_numpy(sequence), table.device), counts))
+            continue
         block_tables, seq_lens = tables[window]
         pages.append(Pages(slots[kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
     return Inputs(input_ids, places, pages, table.adapters_of(token_rows))

@@ -32,6 +32,7 @@ from nanopage.layers.weight import Floats
 from nanopage.models import find_family, load_families, own_families
 from nanopage.read_config import config_from_dict
 from nanopage.state.kv_cache import KVCache
+from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.weights import loader
@@ -242,6 +243,19 @@ CASES = {
         "smollm3",
         {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
+    "lfm2": ("lfm2", {}),
+    "lfm2, states in several kinds, biases": (
+        "lfm2",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "full_attention", "conv", "conv", "conv"],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "lfm2, only states": ("lfm2", {"layer_types": ["conv", "conv"], "block_auto_adjust_ff_dim": False}),
+    "lfm2, only attention": ("lfm2", {"layer_types": ["full_attention"] * 2, "block_ffn_dim_multiplier": 0.7}),
     "granite": ("granite", {}),
     "granite, both biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     **WINDOWS,
@@ -523,7 +537,8 @@ def test_the_config_of_each_family_is_read_as_transformers_reads_it(case):
     theirs, ours = case.hf_model.config, loader.read_config(case.directory)
     assert ours.architecture == theirs.architectures[0]
     assert ours.eos_token_ids == {EOS}
-    assert ours.head_dim == case.hf_model.model.layers[0].self_attn.head_dim
+    attention = [layer.self_attn for layer in case.hf_model.model.layers if hasattr(layer, "self_attn")]
+    assert {part.head_dim for part in attention} <= {ours.head_dim}
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (ours.rope.theta, ours.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
     if local := theirs.rope_parameters.get("sliding_attention"):
@@ -534,7 +549,8 @@ def test_the_config_of_each_family_is_read_as_transformers_reads_it(case):
     if windows is None:
         assert ours.sliding_windows == (window,) * theirs.num_hidden_layers
     else:
-        assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in windows)
+        known = {"full_attention": None, "sliding_attention": window}
+        assert ours.sliding_windows == tuple(known.get(kind, STATE) for kind in windows)
 
 
 def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
@@ -551,7 +567,7 @@ def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     windows = [window is not None for window in new.sliding_windows]
-    if windows == sorted(windows):  # what max_window_layers can say
+    if windows == sorted(windows) and not new.state:  # what max_window_layers can say
         config.pop("layer_types", None)
     assert config_from_dict(config) == new
 
