@@ -11,8 +11,8 @@ compare --isa avx2 takes another one, on a processor with AVX-512:
 
 The loop is that of llama.cpp's server: each batch holds one token of every running sequence, then prompts. A
 prefix common to all prompts is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16
-weights, as shipped. A .gguf file is read as it is. A directory must have a model of the architecture LlamaForCausalLM
-or MixtralForCausalLM, without rope scaling; no vocabulary is written for it, since prompts are token ids.
+weights, as shipped. A .gguf file is read as it is. A directory must have a model of the architecture LlamaForCausalLM,
+MixtralForCausalLM or Lfm2ForCausalLM, without rope scaling; no vocabulary is written for it, since prompts are token ids.
 
 Drafts are those of llama-cpp-python's LlamaPromptLookupDecoding, checked for all sequences in one batch, as here.
 """
@@ -137,37 +137,43 @@ def prepare(options: Options) -> None:
 
     config = json.loads((options.model / "config.json").read_text())
     (architecture,) = config["architectures"]
+    kinds = {"LlamaForCausalLM": "llama", "MixtralForCausalLM": "llama", "Lfm2ForCausalLM": "lfm2"}
     num_experts = config.get("num_local_experts", 8) if architecture == "MixtralForCausalLM" else 0
-    if architecture not in ("LlamaForCausalLM", "MixtralForCausalLM") or config.get("rope_scaling"):
-        raise RuntimeError("only Llama and Mixtral without rope scaling are written as .gguf here")
+    if architecture not in kinds or config.get("rope_scaling"):
+        raise RuntimeError("only Llama, Mixtral and LFM2 without rope scaling are written as .gguf here")
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
     kv_heads = config.get("num_key_value_heads", heads)
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config
     with written_whole(gguf_file(options)) as file:
-        writer = gguf.GGUFWriter(file, "llama")
+        writer = gguf.GGUFWriter(file, kinds[architecture])
         writer.add_block_count(layers)
         writer.add_context_length(config["max_position_embeddings"])
         writer.add_embedding_length(config["hidden_size"])
         writer.add_feed_forward_length(config["intermediate_size"])
         writer.add_head_count(heads)
-        writer.add_head_count_kv(kv_heads)
+        if architecture == "Lfm2ForCausalLM":  # layers without heads have a convolution
+            writer.add_head_count_kv([kv_heads * (kind == "full_attention") for kind in config["layer_types"]])
+            writer.add_shortconv_l_cache(config["conv_L_cache"])
+        else:
+            writer.add_head_count_kv(kv_heads)
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(head_dim)
         writer.add_rope_freq_base(rope.get("rope_theta", 10000.0))
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
         if num_experts:
             writer.add_expert_count(num_experts)
             writer.add_expert_used_count(config.get("num_experts_per_tok", 2))
         writer.add_vocab_size(config["vocab_size"])
         writer.add_tokenizer_model("no_vocab")
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+        arch = gguf.MODEL_ARCH.LFM2 if architecture == "Lfm2ForCausalLM" else gguf.MODEL_ARCH.LLAMA
+        names = gguf.get_tensor_name_map(arch, layers)
         experts: dict[str, dict[int, np.ndarray]] = {}  # name in .gguf -> the matrices read so far, by expert
 
         def add(name: str, tensor: np.ndarray) -> None:
-            router = "ffn_gate_inp" in name  # which llama.cpp wants in float32
-            if tensor.ndim > 1 and options.dtype == "bfloat16" and not router:
+            exact = "ffn_gate_inp" in name or "shortconv.conv" in name  # llama.cpp wants them in float32
+            if tensor.ndim > 1 and options.dtype == "bfloat16" and not exact:
                 kind = gguf.GGMLQuantizationType.BF16
                 writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
             else:
@@ -177,8 +183,12 @@ def prepare(options: Options) -> None:
             for name, tensor in float32_tensors(path):
                 if name == "lm_head.weight" and config.get("tie_word_embeddings"):
                     continue
+                if name.endswith("conv.conv.weight"):
+                    tensor = tensor[:, 0]  # [channels, 1, width]
                 for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
-                    if part in name:  # llama.cpp rotates neighbouring rows, transformers the two halves of a head
+                    if (
+                        part in name and kinds[architecture] == "llama"
+                    ):  # llama.cpp rotates neighbouring rows, transformers the two halves of a head
                         halves = tensor.reshape(count, 2, head_dim // 2, *tensor.shape[1:])
                         tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
                 if match := EXPERT.fullmatch(name):

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "GraniteForCausalLM": "granite",
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo3ForCausalLM": "olmo3",
+    "Lfm2ForCausalLM": "lfm2",
 }
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
@@ -42,6 +43,7 @@ PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
     "Llama-3.1-8B": 8.030,
     "Qwen3-14B": 14.768,
     "gemma-3-270m": 0.268,
+    "LFM2-350M": 0.3545,
     "Mixtral-8x7B": 46.703,
 }
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
@@ -69,7 +71,8 @@ OTHER_SIZES = (
     "no_rope_layer_interval",
     "type_vocab_size",
     "num_labels",
-)  # the last two are an encoder's
+    *("conv_L_cache", "block_ff_dim", "block_multiple_of"),
+)  # of an encoder: type_vocab_size and num_labels
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 FLAGS = ["enable_prefix_caching", "enforce_eager", "enable_lora"]
 EXPERTS = "enable_expert_parallel"
@@ -565,6 +568,10 @@ PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_k
             "use_sliding_window",
         ),
         (of_family("Olmo3ForCausalLM", sliding_window=None), "sliding_window"),
+        (of_family("Lfm2ForCausalLM", layer_types=["conv", "attention", "conv", "conv"]), "layer_types"),
+        (of_family("Lfm2ForCausalLM", full_attn_idxs=2), "full_attn_idxs"),
+        (of_family("Lfm2ForCausalLM", conv_L_cache=0), "conv_L_cache"),
+        (of_family("Lfm2ForCausalLM", block_ffn_dim_multiplier="2"), "block_ffn_dim_multiplier"),
         (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 rotates 1 of 8"),
         (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
@@ -1046,7 +1053,7 @@ def test_a_config_for_dummy_weights_has_the_published_size(name):
     parameters = sum(parameter.numel() for parameter in loader.meta_model(config).parameters())
     assert parameters / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=1e-3)
     assert config.dtype == "bfloat16"
-    ends = {"Qwen3": 151645, "Llama": 128001, "gemma": 1, "Mixtral": 2}
+    ends = {"Qwen3": 151645, "Llama": 128001, "gemma": 1, "Mixtral": 2, "LFM2": 7}
     assert config.eos_token_ids == {ends[name.split("-")[0]]}
     stretched = {"Llama-3.2-1B": 32, "Llama-3.1-8B": 8}
     assert config.rope.rope_type == ("llama3" if name in stretched else "default")

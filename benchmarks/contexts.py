@@ -1,8 +1,8 @@
-"""Memory of a long context, and time of a decode after it, with sliding windows and without.
+"""Memory of a context, and time of a decode after it: of layers with windows, with states or with neither.
 
-`python -m benchmarks.windows` compares a model of random weights with the same model whose layers all attend to
-everything. Contexts are not computed: a sequence gets its blocks, filled with zeros, and decodes after them, which
-takes as long as after real K and V.
+`python -m benchmarks.contexts` compares models of random weights, and those whose layers are of several types with the
+same model whose layers all attend to everything. Contexts are not computed: a sequence gets its blocks, filled with
+zeros, and decodes after them, which takes as long as after a real context.
 """
 
 import json
@@ -19,18 +19,22 @@ from benchmarks.report import console, figure, show_table, table_of
 from nanopage import EngineConfig
 from nanopage.build import build_engine
 from nanopage.engine.block_manager import BlockManager
+from nanopage.read_config import config_from_dict
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
 
-GEMMA = Path(__file__).parent / "configs" / "gemma-3-270m"
-CONTEXTS = 2048, 8192, 32512  # tokens; the decodes follow
+CONFIGS = Path(__file__).parent / "configs"
+MODELS = [CONFIGS / "gemma-3-270m", CONFIGS / "LFM2-350M"]
+CONTEXTS = 1, 2048, 8192, 32512  # tokens; the decodes follow
 NUM_STEPS = 40
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def main(
-    model: Annotated[Path, typer.Option(help="A directory with a config.json whose layers have windows.")] = GEMMA,
+    models: Annotated[
+        list[Path] | None, typer.Argument(help="Directories with a config.json. None: two of ours.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "auto",
     eager: Annotated[bool, typer.Option("--eager", help="Without compiled layers.")] = False,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prompt that a step computes.")] = 512,
@@ -39,23 +43,29 @@ def main(
     """Measure memory and time of a decode at several lengths of the context."""
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for name, path in (("windows", model), ("no windows", without_windows(model, Path(scratch)))):
-            rows += measure(name, path, dtype, eager, chunk)
-    title = f"{model.name}, {rows[0]['dtype']}, {rows[0]['way']}"
-    table = table_of(title, ["", "context", "blocks", "MiB", "MiB at most, in a prompt", "ms a decode"])
+        for model in models or MODELS:
+            rows += measure(model.name, model, dtype, eager, chunk)
+            if (path := with_attention(model, Path(scratch))) is not None:
+                rows += measure(f"{model.name}, all layers attend to everything", path, dtype, eager, chunk)
+    table = table_of(
+        f"{rows[0]['dtype']}, {rows[0]['way']}",
+        ["", "context", "blocks", "MiB", "MiB at most, in a prompt", "ms a decode"],
+    )
     for row in rows:
         sizes = figure(row["mib"]), figure(row["most_mib"]), figure(row["decode_ms"])
         table.add_row(row["name"], f"{row['context']:,}", f"{row['blocks']:,}", *sizes)
     show_table(table)
     if json_file is not None:
-        header = {"model": model.name, "chunk": chunk, "cpu": cpu_name(), "versions": versions()}
+        header = {"chunk": chunk, "cpu": cpu_name(), "versions": versions()}
         json_file.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
         console.print(f"written to {json_file}")
 
 
-def without_windows(model: Path, directory: Path) -> Path:
-    """The same model without windows, in `directory`."""
+def with_attention(model: Path, directory: Path) -> Path | None:
+    """The same model whose layers all attend to everything, in `directory`. None: they do."""
     config = json.loads((model / "config.json").read_text())
+    if config_from_dict(config).sliding_windows == (None,) * config["num_hidden_layers"]:
+        return None
     config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
     (directory / "config.json").write_text(json.dumps(config))
     return directory
