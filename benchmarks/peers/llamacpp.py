@@ -12,7 +12,8 @@ compare --isa avx2 takes another one, on a processor with AVX-512:
 The loop is that of llama.cpp's server: each batch holds one token of every running sequence, then prompts. A
 prefix common to all prompts is computed once and shared by llama_memory_seq_cp. The KV cache is float16 with bfloat16
 weights, as shipped. A .gguf file is read as it is. A directory must have a model of the architecture LlamaForCausalLM,
-MixtralForCausalLM or Lfm2ForCausalLM, without rope scaling; no vocabulary is written for it, since prompts are token ids.
+MixtralForCausalLM or Lfm2ForCausalLM, without rope scaling. No vocabulary is written for it, since prompts are token
+ids.
 
 Drafts are those of llama-cpp-python's LlamaPromptLookupDecoding, checked for all sequences in one batch, as here.
 """
@@ -185,10 +186,9 @@ def prepare(options: Options) -> None:
                     continue
                 if name.endswith("conv.conv.weight"):
                     tensor = tensor[:, 0]  # [channels, 1, width]
-                for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
-                    if (
-                        part in name and kinds[architecture] == "llama"
-                    ):  # llama.cpp rotates neighbouring rows, transformers the two halves of a head
+                rotated = (("q_proj", heads), ("k_proj", kv_heads)) if kinds[architecture] == "llama" else ()
+                for part, count in rotated:
+                    if part in name:  # llama.cpp rotates neighbouring rows, transformers the two halves of a head
                         halves = tensor.reshape(count, 2, head_dim // 2, *tensor.shape[1:])
                         tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
                 if match := EXPERT.fullmatch(name):

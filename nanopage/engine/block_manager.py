@@ -220,7 +220,7 @@ class BlockManager:
     def _missing(self, table: list[int], num_tokens: int) -> int:
         """How many blocks a table lacks for so many tokens. Of states, only the newest needs one."""
         missing = max(0, self.blocks_for(num_tokens) - len(table))
-        return missing - self.num_states * max(0, missing // self.num_kinds - 1)
+        return missing - self.num_states * max(0, missing // self.num_kinds - 1) if self.num_states else missing
 
     def _shared_entries(self, table: list[int], num_written: int) -> list[int]:
         """The table indices of the shared blocks that token `num_written` is written to."""
