@@ -787,7 +787,7 @@ def check_world(
         fail_at_times(engine, rng)
     if prepare is not None:
         prepare(engine)
-    if not engine.async_scheduling and not engine.model_config.state:
+    if not engine.async_scheduling:
         engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
     run_world(engine, plans)
     for plan in plans:
@@ -950,7 +950,7 @@ def test_nor_do_adapters(world, model, oracle, adapted):
         runner.ways = [graphs, *runner.ways]
     if world % 4 == 0:
         fail_at_times(engine, rng)
-    if not engine.async_scheduling and not engine.model_config.state:
+    if not engine.async_scheduling:
         engine.scheduler.drafts = Drafts(Guesser(oracle, plans, options["max_model_len"], rng))
     slots = engine.scheduler.adapter_slots
     take = slots.take

@@ -141,31 +141,31 @@ class BlockManager:
         writers: list[int] = []  # the shared blocks that each writing table would write to
         for seq_id, num_written, num_tokens in work:
             table = self.block_tables[seq_id]
-            missing += self._missing(table, num_tokens)
+            missing += len(self._missing(table, num_tokens, num_tokens))
             writers += [table[index] for index in self._shared_entries(table, num_written)]
         # The last owner writes in place, so a block is copied at most ref_count - 1 times.
         return missing + sum(min(writers.count(block), self.ref_counts[block] - 1) for block in set(writers))
 
-    def grow(self, seq_id: int, num_written: int, num_tokens: int) -> bool:
-        """Make the table ready for writing the tokens from `num_written` up to `num_tokens`.
+    def grow(self, seq_id: int, num_written: int, num_tokens: int, num_drafted: int = 0) -> bool:
+        """Make the table ready for writing the tokens from `num_written` up to `num_tokens`, of which the last
+        `num_drafted` are a draft: states are those before it.
 
         Returns: False, changing nothing, if there are too few free blocks.
         """
         table = self.block_tables[seq_id]
-        shares, num_entries = self._shared_entries(table, num_written), self.blocks_for(num_tokens)
-        if self._missing(table, num_tokens) + len(shares) > self.num_free_blocks:
+        shares = self._shared_entries(table, num_written)
+        missing = self._missing(table, num_tokens, num_tokens - num_drafted)
+        if len(missing) + len(shares) > self.num_free_blocks:
             return False
         for index in shares:
             shared, table[index] = table[index], self._take_block()
             self.ref_counts[shared] -= 1
             self.ref_counts[table[index]] = 1
             self.copies.append((shared, table[index]))
-        for index in range(len(table), num_entries):
-            skipped = self.windows[index % self.num_kinds] == STATE and index < num_entries - self.num_kinds
-            block = NO_BLOCK if skipped else self._take_block()
-            if not skipped:
-                self.ref_counts[block] = 1
-            table.append(block)
+        table += [NO_BLOCK] * (self.blocks_for(num_tokens) - len(table))
+        for index in missing:
+            table[index] = self._take_block()
+            self.ref_counts[table[index]] = 1
         return True
 
     def shrink(self, seq_id: int, num_tokens: int) -> None:
@@ -173,8 +173,9 @@ class BlockManager:
         table = self.block_tables[seq_id]
         while len(table) > self.blocks_for(num_tokens):
             block = table.pop()
-            self.ref_counts[block] = 0
-            self._free.append(block)
+            if block != NO_BLOCK:
+                self.ref_counts[block] = 0
+                self._free.append(block)
 
     def slide(self, seq_id: int, num_written: int) -> None:
         """Give back the blocks that no window reaches from token `num_written` on, where the next step begins. NO_BLOCK
@@ -217,16 +218,22 @@ class BlockManager:
         if self.ref_counts[block] == 0 and not self.prefixes.keep(block):
             self._free.append(block)
 
-    def _missing(self, table: list[int], num_tokens: int) -> int:
-        """How many blocks a table lacks for so many tokens. Of states, only the newest needs one."""
-        missing = max(0, self.blocks_for(num_tokens) - len(table))
-        return missing - self.num_states * max(0, missing // self.num_kinds - 1) if self.num_states else missing
+    def _missing(self, table: list[int], num_tokens: int, state_end: int) -> Sequence[int]:
+        """The table indices that lack a block for so many tokens. Of states, only that after `state_end` tokens needs
+        one."""
+        missing = range(len(table), self.blocks_for(num_tokens))
+        if not self.num_states:
+            return missing
+        newest = (state_end - 1) // self.block_size * self.num_kinds
+        states = [newest + kind for kind, window in enumerate(self.windows) if window == STATE]
+        without = [index for index in states if index >= len(table) or table[index] == NO_BLOCK]
+        return [index for index in missing if self.windows[index % self.num_kinds] != STATE] + without
 
     def _shared_entries(self, table: list[int], num_written: int) -> list[int]:
         """The table indices of the shared blocks that token `num_written` is written to."""
         first = num_written // self.block_size * self.num_kinds
         entries = range(first, min(first + self.num_kinds, len(table)))
-        return [index for index in entries if self.ref_counts[table[index]] > 1]
+        return [index for index in entries if table[index] != NO_BLOCK and self.ref_counts[table[index]] > 1]
 
     def swap_out(self, seq_ids: list[int]) -> list[tuple[int, int]] | None:
         """Move the tables of these sequences to the host pool. Sequences without a table are skipped.

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup
-from nanopage.step import Batch, BatchResult, BlockUpdate, Fork, NewSequence
+from nanopage.step import NO_BLOCK, Batch, BatchResult, BlockUpdate, Fork, NewSequence
 
 Work = list[tuple[Sequence, int]]
 """Sequences, and how many tokens of each to compute."""
@@ -166,26 +166,30 @@ class BatchWriter:
                 schedule.singles.append(seq)
             schedule.left -= num_tokens
 
-    def grow(self, batch: Batch, seq: Sequence, num_tokens: int) -> None:
-        """Give a sequence the blocks for its next tokens, and send what the workers do not know of it yet."""
+    def grow(self, batch: Batch, seq: Sequence, num_tokens: int, num_drafted: int = 0) -> None:
+        """Give a sequence the blocks for its next tokens, and send what the workers do not know of it yet.
+
+        Args: num_drafted: how many of the tokens, the last ones, are a draft.
+        """
         manager, start, end = self.block_manager, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens
         num_copies, table = len(manager.copies), manager.block_tables[seq.seq_id]
         num_blocks = len(table)
-        if not manager.grow(seq.seq_id, start, end):
+        if not manager.grow(seq.seq_id, start, end, num_drafted):
             raise RuntimeError(f"no free blocks for {seq}, although they were counted before")
         if len(table) > num_blocks and end % manager.block_size:
-            batch.cleared += table[-manager.num_kinds :]  # only the last new block stays partly unwritten
+            # Only the last new block stays partly unwritten.
+            batch.cleared += [block for block in table[-manager.num_kinds :] if block != NO_BLOCK]
         self._enter(batch, seq, start)
         assert seq.row is not None
         first = seq.num_sent_blocks
-        if len(manager.copies) > num_copies:  # copy-on-write has replaced a block that was sent
+        if len(manager.copies) > num_copies or manager.num_states:  # blocks that were sent may have been replaced
             first = min(first, start // manager.block_size * manager.num_kinds)
         if first < len(table):
             batch.blocks.append(BlockUpdate(seq.row, first, table[first:]))
             seq.num_sent_blocks = len(table)
-        chosen_by_search = seq.group.beam_search is not None and seq.num_output_tokens
-        if num_tokens == 1 and (chosen_by_search or self.sends_tokens):
-            batch.tokens.append((seq.row, start, seq.token_ids[start]))
+        if start >= seq.num_prompt_tokens and (seq.group.beam_search is not None or self.sends_tokens):
+            known = range(start, min(end, len(seq.token_ids)))
+            batch.tokens += [(seq.row, position, seq.token_ids[position]) for position in known]
 
     def write(self, schedule: Schedule) -> None:
         """Write the work of a step into its batch (`step.Batch` has an example).

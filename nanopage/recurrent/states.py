@@ -84,7 +84,8 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, pages: Any) -> tuple[
     out = x * weight[:, past]
     for index in range(past):
         out += inputs[places - (past - index)] * weight[:, index]
-    return out, inputs[(starts + counts)[:, None] + window].transpose(1, 2).to(before.dtype)
+    kept = torch.from_numpy(pages.kept).to(x.device)
+    return out, inputs[(starts + kept)[:, None] + window].transpose(1, 2).to(before.dtype)
 
 
 def fit_block_size(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> int:

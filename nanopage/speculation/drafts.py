@@ -5,6 +5,9 @@ is sampled after each of them. As long as the samples equal the draft, they are 
 sample that differs is also a next token. The samples after it were computed with a wrong token: they are dropped, and
 later steps overwrite their K and V. So the output does not depend on drafts; only the number of steps does.
 
+Layers with a state (see state/layer_kinds.py) keep that before the draft, because the samples are not known yet. The
+next step computes the accepted tokens again, beside the tokens after them.
+
 A `Drafter` makes the guesses (see lookup.py and draft_model.py). `Drafts` decides which guesses a step tries, and which
 tokens follow from the samples.
 """
@@ -59,6 +62,7 @@ class Drafts:
         """Write the work of a step into its batch. Decodes with drafts come last."""
         drafts = self.choose(queues, schedule, max_num_seqs)
         schedule.singles = [seq for seq in schedule.singles if seq not in drafts]
+        schedule.chunks = [(seq, num_tokens) for seq, num_tokens in schedule.chunks if seq not in drafts]
         queues.writer.write(schedule)
         for seq, (draft, masks) in drafts.items():
             _add_draft(queues.writer, schedule, seq, draft, masks)
@@ -78,10 +82,12 @@ class Drafts:
             return drafts
         samples = sum(1 if seq.group.forked else len(seq.group.live) for seq in schedule.singles) + len(schedule.chunks)
         budget = min(schedule.left, max(max_num_seqs, SAMPLES_IN_ANY_CASE) - samples)
-        decodes = [seq for seq in schedule.singles if takes_drafts(seq)]
+        manager = queues.block_manager
+        decodes = [seq for seq in schedule.singles if takes_drafts(seq, 1)]
+        if manager.num_states:
+            decodes += [seq for seq, num_tokens in schedule.chunks if takes_drafts(seq, num_tokens)]
         if not decodes or budget <= 0:
             return drafts
-        manager = queues.block_manager
         free = manager.num_free_blocks
         for seq, draft in self.drafter.propose(decodes, budget, schedule).items():
             held, known = len(manager.block_tables[seq.seq_id]), len(seq.token_ids)
@@ -136,32 +142,35 @@ class Drafts:
         return sampled[: agreed + 1]
 
 
-def takes_drafts(seq: Sequence) -> bool:
-    """Whether a sequence may have a draft in a step. It must be a decode, and not a beam. It must not compete with
-    other completions by log-probabilities that are not kept: those after a stop string could not be taken back."""
+def takes_drafts(seq: Sequence, num_tokens: int) -> bool:
+    """Whether a sequence may have a draft in a step that computes `num_tokens` of it. It must be a decode, not a beam.
+    It must not compete with other completions by log-probabilities that are not kept: those after a stop string could
+    not be taken back."""
     group = seq.group
     return (
         seq.takes_drafts
         and group.forked
         and group.beam_search is None
-        and seq.num_computed_tokens == len(seq.token_ids) - 1
+        and (num_tokens == 1 or seq.num_computed_tokens >= seq.num_prompt_tokens)
+        and seq.num_computed_tokens + num_tokens == len(seq.token_ids)
         and (seq.settings.logprobs is None or seq.num_logprobs is not None)
     )
 
 
 def _add_draft(writer: BatchWriter, schedule: Schedule, seq: Sequence, draft: list[int], masks: list[bytes]) -> None:
     """Add a decode with a draft: a token is sampled after its last known token and after each token of the draft."""
-    batch, start, count = schedule.batch, seq.num_computed_tokens, 1 + len(draft)
-    first = batch.num_tokens
-    writer.grow(batch, seq, count)
+    batch, start, end = schedule.batch, seq.num_computed_tokens, len(seq.token_ids)
+    count = end - start + len(draft)
+    last = batch.num_tokens + end - start - 1  # the last known token, in the batch
+    writer.grow(batch, seq, count, len(draft))
     assert seq.row is not None
-    batch.tokens += [(seq.row, start + i, token_id) for i, token_id in enumerate(draft, 1)]
+    batch.tokens += [(seq.row, position, token_id) for position, token_id in enumerate(draft, end)]
     batch.rows.append(seq.row)
     batch.starts.append(start)
     batch.counts.append(count)
     batch.masks |= dict(enumerate(masks, len(batch.sampled_rows)))
-    batch.sampled_from += range(first, first + count)
-    batch.sampled_rows += [seq.row] * count
+    batch.sampled_from += range(last, last + 1 + len(draft))
+    batch.sampled_rows += [seq.row] * (1 + len(draft))
     schedule.sequences.append(seq)
     schedule.drafted.append((seq, draft))
 
@@ -177,7 +186,8 @@ def _append(
         ending = seq.take(token_ids[number], logprobs[number])
         number += 1
     if group.status is Status.RUNNING:  # it still has its blocks
-        seq.num_computed_tokens = len(seq.token_ids) - 1
+        if not manager.num_states:
+            seq.num_computed_tokens = len(seq.token_ids) - 1
         manager.register(seq.seq_id, seq.token_ids, seq.num_computed_tokens, seq.cache_salt)
         manager.slide(seq.seq_id, seq.num_computed_tokens)
         manager.shrink(seq.seq_id, len(seq.token_ids))

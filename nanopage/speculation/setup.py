@@ -46,6 +46,9 @@ def choose_drafts(
             f"{model_config.vocab_size}"
         )
 
+    if draft_config.state:
+        raise ValueError(f"speculative_config: layers of the draft model {path.name} have a state: use another model")
+
     def make(capacity: Capacity) -> Drafts:
         max_model_len = min(capacity.max_model_len, draft_config.max_position_embeddings)
         num_blocks = _blocks_for_drafts(config, capacity, draft_config, max_model_len)

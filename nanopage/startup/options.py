@@ -73,7 +73,5 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
     states = f"{path} has layers with a state"
     if model_config.state and config.enable_lora:
         yield f"enable_lora does not work here: {states}"
-    if model_config.state and config.speculation is not None:
-        yield f"speculative_config does not work here: {states}, which rejected tokens would have changed"
     if model_config.experts is None and config.enable_expert_parallel:
         yield f"enable_expert_parallel=True, but {path} has no experts"

@@ -115,10 +115,10 @@ class SequenceTable:
             blocks = self.blocks[each_row[:, None], columns]
         return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
 
-    def states_of(self, kind: int, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The blocks with the states of B sequences before the step, -1 for a sequence that begins, and after it: int64
-        [B], [B]. Args: kind: of layers with a state. The others: as of `tables_of`."""
-        before, after = (np.maximum(0, ends - 1) // self.block_size for ends in (starts, starts + counts))
+    def states_of(self, kind: int, rows: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> tuple[Tensor, Tensor]:
+        """The blocks with the states of B sequences at position `starts`, -1 for a sequence that begins, and after
+        `kept` more tokens: int64 [B], [B]. Args: kind: of layers with a state."""
+        before, after = (np.maximum(0, ends - 1) // self.block_size for ends in (starts, starts + kept))
         places = to_device(torch.from_numpy(np.stack([rows, before, after])), self.device)
         sources, targets = self.blocks[places[0], places[1:], kind].long()
         return sources.masked_fill(to_device(torch.from_numpy(starts == 0), self.device), -1), targets

@@ -73,12 +73,14 @@ class StatePages:
     targets   int64 [B]  the block for its state after the step
     sequence  int64 [T]  the sequence of each token
     counts    int64 [B], on the CPU  the tokens of each sequence
+    kept      int64 [B], on the CPU  how many of them the new state is of: all but those of a draft
     """
 
     sources: Tensor
     targets: Tensor
     sequence: Tensor
     counts: np.ndarray
+    kept: np.ndarray
 
 
 @dataclass(slots=True)
@@ -149,12 +151,21 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
     pages: list[Pages | StatePages] = []
     for kind, window in enumerate(table.windows):
         if window == STATE:
-            before_and_after = table.states_of(kind, rows, starts, counts)
-            pages.append(StatePages(*before_and_after, to_device(torch.from_numpy(sequence), table.device), counts))
+            kept = counts - num_drafted(batch)
+            blocks_of_states = table.states_of(kind, rows, starts, kept)
+            each = to_device(torch.from_numpy(sequence), table.device)
+            pages.append(StatePages(*blocks_of_states, each, counts, kept))
             continue
         block_tables, seq_lens = tables[window]
         pages.append(Pages(slots[kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
     return Inputs(input_ids, places, pages, table.adapters_of(token_rows))
+
+
+def num_drafted(batch: Batch) -> np.ndarray:
+    """How many tokens of each row are a draft, after each of which a token is sampled, too: int64 [B]."""
+    sampled = np.array(sorted(set(batch.sampled_from)), dtype=np.int64)
+    index = np.searchsorted(np.cumsum(batch.counts), sampled, side="right")  # the row of each token
+    return np.maximum(np.bincount(index, minlength=len(batch.rows)) - 1, 0)
 
 
 def plain_attention(pages: Pages) -> GroupedAttention:

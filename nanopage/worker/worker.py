@@ -10,6 +10,7 @@ from collections.abc import Callable
 from nanopage.device import GIB
 from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
+from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, Capacity
 from nanopage.worker.jit import compile_model
@@ -113,7 +114,7 @@ class Worker:
         lengths = f"{tokens:,} tokens = {requests:.1f} requests of {capacity.max_model_len:,} tokens"
         cache = f"KV cache{kv_dtype} {gib:.2f} GiB = {lengths}" if setup.has_cache else "no KV cache"
         logger.info(f"{setup.path.name} in {capacity.dtype}{weights} on {capacity.device}; {cache}")
-        if windows := {window for window in capacity.windows if window is not None}:
+        if windows := {window for window in capacity.windows if window not in (None, STATE)}:
             sizes = " or ".join(f"{window:,}" for window in sorted(windows))
             logger.info(f"layers with a window of {sizes} tokens keep only the blocks that it reaches")
         rope = setup.model_config.rope

@@ -1,5 +1,6 @@
 """States of layers in the blocks of the KV cache (recurrent/states.py): what the fuzz suite does not show."""
 
+import json
 import logging
 
 import pytest
@@ -34,11 +35,15 @@ def make_engine(model, **options):
     ("options", "named"),
     [
         ({"enable_lora": True}, "enable_lora"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}, "speculative_config"),
+        (
+            {"speculative_config": {"method": "draft_model", "model": "HERE", "num_speculative_tokens": 3}},
+            "speculative_config: layers of the draft model .* have a state",
+        ),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 does not work with Lfm2ForCausalLM"),
     ],
 )
 def test_options_that_states_do_not_allow_are_refused_by_name(model, options, named):
+    options = json.loads(json.dumps(options).replace("HERE", str(model)))
     with pytest.raises(ValueError, match=named):
         make_engine(model, **options)
 
