@@ -51,7 +51,7 @@ class StepContext:
     makes it, and `Decoder.forward` adds the rotations.
 
     positions   int64 [T], of each token in its sequence
-    attentions  of each kind of layers (see state/layer_kinds.py); of layers with a state, StatePages (worker/eager.py)
+    attentions  of each kind of layers (see state/layer_kinds.py); with a state, StatePages (worker/state_pages.py)
     kinds       of each layer, the index of its kind in `attentions`
     kv_caches   of each layer, [2, num_blocks, num_kv_heads, head_dim * block_size]; written in place
     rows        int64: the tokens whose hidden states are wanted after the last layer. None: all

@@ -2,8 +2,8 @@
 a convolution or the matrix of linear attention.
 
 A state takes the place of a block's K and V. state/layer_kinds.py says which blocks a sequence has, and
-worker/eager.py which of them a step reads and writes (`StatePages`). The numbers are in float32, or in float64 if the
-model computes in it, because a state sums up all tokens of a sequence.
+worker/state_pages.py which of them a step reads and writes. The numbers are in float32, or in float64 if the model
+computes in it, because a state sums up all tokens of a sequence.
 """
 
 from collections.abc import Sequence

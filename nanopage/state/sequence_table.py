@@ -115,14 +115,6 @@ class SequenceTable:
             blocks = self.blocks[each_row[:, None], columns]
         return blocks.permute(2, 0, 1).contiguous(), seq_lens - first * size
 
-    def states_of(self, kind: int, rows: np.ndarray, starts: np.ndarray, kept: np.ndarray) -> tuple[Tensor, Tensor]:
-        """The blocks with the states of B sequences at position `starts`, -1 for a sequence that begins, and after
-        `kept` more tokens: int64 [B], [B]. Args: kind: of layers with a state."""
-        before, after = (np.maximum(0, ends - 1) // self.block_size for ends in (starts, starts + kept))
-        places = to_device(torch.from_numpy(np.stack([rows, before, after])), self.device)
-        sources, targets = self.blocks[places[0], places[1:], kind].long()
-        return sources.masked_fill(to_device(torch.from_numpy(starts == 0), self.device), -1), targets
-
     def adapters_of(self, rows: Tensor) -> Tensor | None:
         """The adapter slot of each token, -1 for none: int64 [T]. None if adapters are not enabled. On a CPU, None also
         if no token has one; on a GPU, checking that would mean synchronizing with it.

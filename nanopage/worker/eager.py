@@ -21,6 +21,7 @@ from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.prompt_outputs import wants_prompt_logprobs
+from nanopage.worker.state_pages import StatePages, state_pages
 
 
 @dataclass(slots=True)
@@ -63,24 +64,6 @@ class Pages:
     block_tables: Tensor
     query_lens: Tensor
     seq_lens: Tensor
-
-
-@dataclass(slots=True)
-class StatePages:
-    """Where the states of B sequences are, in the layers of one kind (see recurrent/states.py).
-
-    sources   int64 [B]  the block with the state of each sequence before the step; -1: it begins, without one
-    targets   int64 [B]  the block for its state after the step
-    sequence  int64 [T]  the sequence of each token
-    counts    int64 [B], on the CPU  the tokens of each sequence
-    kept      int64 [B], on the CPU  how many of them the new state is of: all but those of a draft
-    """
-
-    sources: Tensor
-    targets: Tensor
-    sequence: Tensor
-    counts: np.ndarray
-    kept: np.ndarray
 
 
 @dataclass(slots=True)
@@ -148,24 +131,15 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
         slots = blocks_there * block_size + places % block_size
         input_ids = table.tokens[token_rows, places].long()
     tables = {window: table.tables_of(window, rows, starts, counts) for window in set(table.windows) - {STATE}}
+    states = state_pages(batch, table)
     pages: list[Pages | StatePages] = []
     for kind, window in enumerate(table.windows):
         if window == STATE:
-            kept = counts - num_drafted(batch)
-            blocks_of_states = table.states_of(kind, rows, starts, kept)
-            each = to_device(torch.from_numpy(sequence), table.device)
-            pages.append(StatePages(*blocks_of_states, each, counts, kept))
+            pages.append(states[kind])
             continue
         block_tables, seq_lens = tables[window]
         pages.append(Pages(slots[kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
     return Inputs(input_ids, places, pages, table.adapters_of(token_rows))
-
-
-def num_drafted(batch: Batch) -> np.ndarray:
-    """How many tokens of each row are a draft, after each of which a token is sampled, too: int64 [B]."""
-    sampled = np.array(sorted(set(batch.sampled_from)), dtype=np.int64)
-    index = np.searchsorted(np.cumsum(batch.counts), sampled, side="right")  # the row of each token
-    return np.maximum(np.bincount(index, minlength=len(batch.rows)) - 1, 0)
 
 
 def plain_attention(pages: Pages) -> GroupedAttention:
