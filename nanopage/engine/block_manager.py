@@ -177,12 +177,16 @@ class BlockManager:
                 self.ref_counts[block] = 0
                 self._free.append(block)
 
-    def slide(self, seq_id: int, num_written: int) -> None:
+    def slide(self, seq_id: int, num_written: int, marks: Sequence[int] = ()) -> None:
         """Give back the blocks that no window reaches from token `num_written` on, where the next step begins. NO_BLOCK
-        takes their place in the table."""
+        takes their place in the table.
+
+        Args: marks: where states are worth keeping (see `PrefixCache.marks`). Others are the next to be evicted.
+        """
         table = self.block_tables[seq_id]
         for index, block in entries_behind(table, self.windows, num_written, self.block_size):
-            self._drop(block)
+            end = (index // self.num_kinds + 1) * self.block_size
+            self._drop(block, self.windows[index % self.num_kinds] != STATE or end in marks)
             table[index] = NO_BLOCK
 
     def take_copies(self) -> list[tuple[int, int]]:
@@ -212,10 +216,10 @@ class BlockManager:
             if block != NO_BLOCK:
                 self.ref_counts[block] += 1
 
-    def _drop(self, block: int) -> None:
+    def _drop(self, block: int, worth_keeping: bool = True) -> None:
         """Count one owner less of a block."""
         self.ref_counts[block] -= 1
-        if self.ref_counts[block] == 0 and not self.prefixes.keep(block):
+        if self.ref_counts[block] == 0 and not self.prefixes.keep(block, worth_keeping):
             self._free.append(block)
 
     def _missing(self, table: list[int], num_tokens: int, state_end: int) -> Sequence[int]:

@@ -156,10 +156,14 @@ class PrefixCache:
                 prefix.blocks[kind] = NO_BLOCK
         return freed
 
-    def keep(self, block: int) -> bool:
-        """Keep a block that is in no table any more, if it is registered. Returns whether it stays."""
+    def keep(self, block: int, worth_keeping: bool = True) -> bool:
+        """Keep a block that is in no table any more, if it is registered. Returns whether it stays.
+
+        Args: worth_keeping: if not, it is the next to be evicted.
+        """
         if block in self.by_block:
             self.cached[block] = self.by_block[block]
+            self.cached.move_to_end(block, last=worth_keeping)
         return block in self.by_block
 
     def evict(self) -> int:

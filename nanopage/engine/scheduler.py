@@ -151,7 +151,7 @@ class Scheduler:
             seq.num_computed_tokens = end
             if end % manager.block_size == 0 or count > 1:
                 manager.register(seq.seq_id, seq.token_ids, end, seq.cache_salt)
-                manager.slide(seq.seq_id, end)
+                manager.slide(seq.seq_id, end, seq.group.marks)
             if not seq.group.forked and end == seq.group.shared_len:
                 fork_siblings(self.queues, seq)
                 schedule.tell("forked", seq)

@@ -189,7 +189,7 @@ def _append(
         if not manager.num_states:
             seq.num_computed_tokens = len(seq.token_ids) - 1
         manager.register(seq.seq_id, seq.token_ids, seq.num_computed_tokens, seq.cache_salt)
-        manager.slide(seq.seq_id, seq.num_computed_tokens)
+        manager.slide(seq.seq_id, seq.num_computed_tokens, group.marks)
         manager.shrink(seq.seq_id, len(seq.token_ids))
         seq.num_sent_blocks = min(seq.num_sent_blocks, len(manager.block_tables[seq.seq_id]))
     if ending is not None:

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from nanopage.engine import prefix_cache
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.prefix_cache import PrefixCache
+from nanopage.state.layer_kinds import STATE
 from nanopage.step import NO_BLOCK
 from nanopage.view.invariants import check_blocks
 
@@ -872,4 +873,50 @@ def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free():
     check_blocks(manager)
     manager.free(0)
     assert (manager.num_cached_blocks, manager.num_free_blocks) == (0, 8)
+    check_blocks(manager)
+
+
+def test_a_state_needs_one_block_and_is_found_where_a_step_has_ended():
+    """Blocks of 2, a kind without a window, and one with states."""
+    manager, tokens = BlockManager(24, 2, windows=(None, STATE)), list(range(1, 12))
+    manager.allocate(0)
+    for start, end in ((0, 5), (5, 6), (6, 9), (9, 10)):  # of blocks 0, 1 and 3, no step ends at the end
+        assert manager.blocks_to_grow([(0, start, end)]) == len(range(-(-start // 2), -(-end // 2))) + (end in (5, 9))
+        assert manager.grow(0, start, end)
+        manager.register(0, tokens, end)
+        manager.slide(0, end, marks=[6])
+        check_blocks(manager)
+    states = manager.block_tables[0][1::2]
+    assert [block == NO_BLOCK for block in states] == [True, True, True, True, False]
+    manager.free(0)
+    found = [len(manager.lookup(tokens[:length])) for length in range(1, 12)]
+    assert found == [0, 0, 0, 0, 0, 0, 3, 3, 3, 3, 5]
+    assert manager.prefixes.marks(tokens[:9], "", []) == [8] and manager.prefixes.marks([*tokens[:5], 0], "", []) == [4]
+
+
+def test_states_that_are_left_behind_are_evicted_before_others_unless_they_are_marked():
+    manager, tokens = BlockManager(24, 2, windows=(None, STATE)), list(range(1, 12))
+    manager.allocate(0)
+    left = []
+    for end in (2, 4, 6, 8):
+        assert manager.grow(0, end - 2, end)
+        left.append(manager.block_tables[0][-1])
+        manager.register(0, tokens, end)
+        manager.slide(0, end, marks=[4])
+    manager.free(0)
+    assert [manager.prefixes.evict() for _ in range(2)] == [left[2], left[0]]
+    assert left[1] in manager.prefixes.cached and left[3] in manager.prefixes.cached
+
+
+def test_the_state_before_a_draft_is_kept():
+    """The draft reaches into two more blocks, whose states get no block until the sequence is there."""
+    manager = BlockManager(24, 2, windows=(None, STATE))
+    manager.allocate(0)
+    assert manager.grow(0, 0, 7, num_drafted=4)
+    assert [block == NO_BLOCK for block in manager.block_tables[0][1::2]] == [True, False, True, True]
+    manager.shrink(0, 6)
+    assert len(manager.block_tables[0]) == 6
+    assert manager.grow(0, 3, 6) and manager.block_tables[0][5] != NO_BLOCK
+    manager.slide(0, 6)
+    assert [block == NO_BLOCK for block in manager.block_tables[0][1::2]] == [True, True, False]
     check_blocks(manager)
