@@ -141,7 +141,7 @@ def module_shapes(model: ModelConfig, layer: int, fused: bool = False) -> dict[s
         add("mlp", model.intermediate_size)
         return shapes
     if experts.shared_size:
-        add("mlp.shared_expert", experts.shared_size)
+        add("mlp.shared_expert" if experts.shared_gate else "mlp.shared_experts", experts.shared_size)
     inner = experts.intermediate_size
     if fused:
         return shapes | {GATE_UP: (2 * inner, hidden), DOWN: (hidden, inner)}
@@ -249,7 +249,7 @@ def _read_targets(fields: dict, config: Path, places: dict[Place, Shape]) -> Tar
     if layers is not None:
         modules = [place for place in modules if place[0] in layers]
     wanted |= _match(names, "target_modules", config, modules)
-    shared = any(".shared_expert." in module for _, module in modules)
+    shared = any(".shared_expert" in module for _, module in modules)
     return Targets(wanted, wanted, {place for place in wanted if shared and NUMBERED.search(place[1])})
 
 

@@ -32,6 +32,11 @@ MAX_SIZES = {
     "num_experts_per_tok": 2**12,
     "moe_intermediate_size": 2**20,
     "shared_expert_intermediate_size": 2**20,
+    "n_routed_experts": MAX_FUSED_EXPERTS,
+    "n_shared_experts": 2**10,
+    "n_group": 2**12,
+    "topk_group": 2**12,
+    "first_k_dense_replace": 2**10,
     "decoder_sparse_step": 2**10,
     "type_vocab_size": 2**10,
     "num_labels": 2**16,
@@ -65,6 +70,7 @@ RANGES = {
     "block_ffn_dim_multiplier": (1e-3, 1e3),
     "attention_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
+    "routed_scaling_factor": (1e-6, 1e6),
 }
 
 

@@ -1,5 +1,7 @@
 """ExpertsConfig, read from config.json."""
 
+from dataclasses import replace
+
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ExpertsConfig
 from nanopage.files.model_files import shown
@@ -27,3 +29,31 @@ def read_experts(
         raise fields.error("num_experts_per_tok", f"must be at most num_experts={num_experts}, got {num_chosen}")
     layers = tuple(index not in plain and (index + 1) % step == 0 for index in range(num_layers))
     return ExpertsConfig(num_experts, num_chosen, intermediate_size, shared_size, normalize, layers)
+
+
+def read_grouped_experts(fields: Fields, corrected: bool, in_groups: bool = True) -> ExpertsConfig:
+    """Experts under DeepSeek's names of fields, which other families have, too. A family gives all of them a default.
+
+    Args: corrected: as in ExpertsConfig. in_groups: whether `n_group` and `topk_group` have an effect.
+    """
+    names = "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"
+    num_experts, num_chosen, inner, num_shared = map(fields.size, names)
+    normalize, dense = fields.flag("norm_topk_prob"), fields.values["first_k_dense_replace"]
+    if dense != 0:
+        dense = fields.size("first_k_dense_replace")
+    experts = read_experts(fields, num_experts, num_chosen, inner, num_shared * inner, normalize)
+    groups = (fields.size("n_group"), fields.size("topk_group")) if in_groups else (1, 1)
+    size = num_experts // groups[0]
+    if num_experts % groups[0] or (groups[0] > 1 and size < 2):
+        raise fields.error("n_group", f"{groups[0]} groups of n_routed_experts={num_experts} are not supported")
+    if groups[1] > groups[0] or num_chosen > groups[1] * size:
+        problem = f"{groups[1]} of n_group={groups[0]} groups do not have num_experts_per_tok={num_chosen} experts"
+        raise fields.error("topk_group", problem)
+    return replace(
+        experts,
+        layers=tuple(index >= dense for index in range(len(experts.layers))),
+        shared_gate=False,
+        corrected=corrected,
+        groups=groups,
+        scaling=fields.number("routed_scaling_factor"),
+    )

@@ -3,7 +3,7 @@ experts, and a router chooses a few for each token. The output is the sum of the
 
     x ─▶ gate ─▶ route ─▶ experts of each token, and their weights
     │                        │
-    └────────────────────────┴─▶ experts ─▶ Σ weight * expert(x)   [+ sigmoid(shared gate) * shared expert]
+    └────────────────────────┴─▶ experts ─▶ Σ weight * expert(x)   [+ shared expert, or sigmoid(its gate) * it]
 
 Here each expert is an ordinary feed-forward layer, so whatever replaces the weights of linear layers (weight.py) also
 replaces the weights of experts. On a GPU, `group_experts` fuses their weights before loading. On a CPU,
@@ -42,9 +42,17 @@ class Router(Gate):
     def __init__(self, hidden_size: int, config: ExpertsConfig):
         super().__init__(hidden_size, config.num_experts)
         self.num_chosen, self.normalize = config.num_chosen, config.normalize
+        self.groups, self.scaling, self.is_plain = config.groups, config.scaling, config.is_plain
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if config.corrected:  # float64: it is not rounded to the dtype of the model (see weights/allocation.py)
+            self.e_score_correction_bias = nn.Parameter(torch.empty(config.num_experts, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return route(super().forward(x), self.num_chosen, self.normalize)
+        if self.is_plain:
+            return route(super().forward(x), self.num_chosen, self.normalize)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(x.to(exact), self.weight.to(exact))  # as in transformers
+        return route(logits, self.num_chosen, self.normalize, self.e_score_correction_bias, self.groups, self.scaling)
 
 
 class MixtureOfExperts(nn.Module):
@@ -63,12 +71,17 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared_expert: MLP | None = None
         self.shared_expert_gate: Gate | None = None
-        if config.shared_size:
+        self.shared_experts: MLP | None = None  # several in one
+        if config.shared_size and config.shared_gate:
             self.shared_expert = MLP(hidden_size, config.shared_size)
             self.shared_expert_gate = Gate(hidden_size, 1)
+        elif config.shared_size:
+            self.shared_experts = MLP(hidden_size, config.shared_size)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.experts(x, self.gate)
+        if self.shared_experts is not None:
+            return y + self.shared_experts(x)
         if self.shared_expert is None or self.shared_expert_gate is None:
             return y
         return y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)

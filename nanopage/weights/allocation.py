@@ -10,7 +10,8 @@ from nanopage.device import check_weights_fit
 
 
 def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device, for_use: bool = True) -> None:
-    """Allocate the parameters of a model that is on the meta device. Raises MemoryError as `loader.load_model`.
+    """Allocate the parameters of a model that is on the meta device, in `dtype`. Parameters in float64 stay so. Raises
+    MemoryError as `loader.load_model`.
 
     Args: for_use: whether the model runs on this device.
     """
@@ -22,7 +23,8 @@ def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device, for_
     for layer in model.modules():
         for name, parameter in layer.named_parameters(recurse=False):
             if parameter not in materialized:
-                empty = torch.empty(parameter.shape, dtype=dtype, device=device)
+                own_dtype = parameter.dtype if parameter.dtype == torch.float64 else dtype
+                empty = torch.empty(parameter.shape, dtype=own_dtype, device=device)
                 materialized[parameter] = nn.Parameter(empty, requires_grad=False)
             layer.register_parameter(name, materialized[parameter])
         for name, buffer in layer.named_buffers(recurse=False):

@@ -60,10 +60,11 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
 
 
 def joins_experts(setup: Setup) -> bool:
-    """Whether one operator may compute all experts of a layer (cpu/tiled_experts.py). It knows nothing of adapters."""
-    config = setup.config
+    """Whether one operator may compute all experts of a layer (cpu/tiled_experts.py). It knows nothing of adapters, and
+    chooses experts by a softmax alone."""
+    config, experts = setup.config, setup.model_config.experts
     divided_or_adapted = config.tensor_parallel_size > 1 or config.enable_lora
-    return not setup.on_gpu and setup.model_config.experts is not None and not divided_or_adapted
+    return not setup.on_gpu and experts is not None and experts.is_plain and not divided_or_adapted
 
 
 def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProduct | None) -> Storage:

@@ -72,7 +72,8 @@ OTHER_SIZES = (
     "type_vocab_size",
     "num_labels",
     *("conv_L_cache", "block_ff_dim", "block_multiple_of"),
-)  # of an encoder: type_vocab_size and num_labels
+    *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"),
+)  # two are an encoder's, and tests/models/test_moe.py has those of experts
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 FLAGS = ["enable_prefix_caching", "enforce_eager", "enable_lora"]
 EXPERTS = "enable_expert_parallel"

@@ -11,12 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nanopage import EngineConfig
+from nanopage.checks.fields import MAX_SIZES, Fields
 from nanopage.config.model import ExpertsConfig
 from nanopage.cpu.packed import PackedWeight
 from nanopage.cpu.tile_linear import round_activations
 from nanopage.cpu.tiled import TiledWeight, tile
 from nanopage.cpu.tiled_experts import TiledExperts, can_join
 from nanopage.distributed.part import Part
+from nanopage.experts.config import read_grouped_experts
 from nanopage.experts.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
 from nanopage.files import safetensors_checkpoint
 from nanopage.layers.linear import Linear
@@ -54,6 +56,58 @@ def test_routing_is_that_of_transformers(normalize):
     found, ours = route(logits, 3, normalize)
     assert torch.equal(found, experts) and torch.equal(ours, weights)
     assert route(logits.to(torch.bfloat16), 3, normalize)[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_so_is_routing_in_groups_with_a_bias(corrected, normalize, groups):
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    sizes = {"num_experts": 12, "num_local_experts": 12, "num_experts_per_tok": 3, "hidden_size": 12}
+    named = {"norm_topk_prob": normalize, "n_group": groups[0], "topk_group": groups[1], "routed_scaling_factor": 2.5}
+    config = SimpleNamespace(**sizes, **named, topk_method="group_limited_greedy" if groups[0] > 1 else "greedy")
+    router = (DeepseekV3TopkRouter if corrected else DeepseekV2TopkRouter)(config)
+    router.weight.data = torch.eye(12)
+    generator = torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(50, 12, generator=generator) * 3, torch.randn(12, generator=generator)
+    router.e_score_correction_bias = bias
+    _, weights, experts = router(logits)
+    ours = route(logits, 3, normalize and corrected, bias.double() if corrected else None, groups, 2.5)
+    dense = [torch.zeros(50, 12).scatter(1, chosen, weight) for chosen, weight in (ours, (experts, weights))]
+    assert torch.equal(*dense)
+    assert (route(logits, 3, False, bias, groups)[0] != route(logits, 3, False)[0]).any()
+
+
+GROUPED = {
+    "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+    "n_shared_experts": 2, "norm_topk_prob": True, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+
+
+def test_experts_in_groups_are_read():
+    read = read_grouped_experts(Fields(GROUPED, "config.json"), corrected=True)
+    assert read == ExpertsConfig(
+        8, 3, 40, 80, True, (False, True, True), shared_gate=False, corrected=True, groups=(4, 2), scaling=2.5
+    )
+    assert read_grouped_experts(Fields(GROUPED | {"n_group": 0}, ""), False, in_groups=False).groups == (1, 1)
+    assert all(read_grouped_experts(Fields(GROUPED | {"first_k_dense_replace": 0}, ""), True).layers)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, most + 1) for name, most in MAX_SIZES.items() if name in GROUPED),
+        *[("n_group", 0), ("n_group", 3), ("n_group", 8), ("n_group", 1), ("topk_group", 5), ("topk_group", 1)],
+        *[("routed_scaling_factor", 0), ("first_k_dense_replace", -1), ("norm_topk_prob", 1)],
+    ],
+)
+def test_what_experts_in_groups_cannot_be_is_named(name, value):
+    field = "topk_group" if (name, value) == ("n_group", 1) else name
+    with pytest.raises(ValueError, match=rf"^config.json: {field} "):
+        read_grouped_experts(Fields(GROUPED | {name: value}, "config.json"), corrected=True)
 
 
 def mixture(num_experts=5, num_chosen=2, hidden_size=16):
