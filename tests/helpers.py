@@ -122,6 +122,10 @@ def tiny_hf_model(
         fields["num_local_experts"] = 4
     if family in ("qwen2_moe", "qwen3_moe"):
         fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    if family.startswith("deepseek"):
+        fields |= {"num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 24, "qk_rope_head_dim": 8}
+        fields |= {"qk_nope_head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3}
+        fields |= {"moe_intermediate_size": 40, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
     if family == "qwen2_moe":
         fields["shared_expert_intermediate_size"] = 48
     config = AutoConfig.for_model(family, **fields | config_overrides)
@@ -129,7 +133,8 @@ def tiny_hf_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide a mistake in them
-            for name, parameter in model.named_parameters():
+            corrections = [named for named in model.named_buffers() if named[0].endswith("correction_bias")]
+            for name, parameter in [*model.named_parameters(), *corrections]:
                 if parameter.dim() == 1:
                     around_one = name.endswith("norm.weight") and not family.startswith("gemma")
                     parameter.normal_(1.0 if around_one else 0.0, 0.3)

@@ -37,7 +37,7 @@ NAMES_OF_OTHERS = {
     "repetition_detection", "routed_experts_prompt_start", "trace_decode_token_ids", "skip_clone", "wake_up",
     "collective_rpc", "apply_model", "argparse_utils", "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "DeepseekV2ForCausalLM", "MistralModel", "CUDA_LAUNCH_BLOCKING", "docker", "oneOf", "cl", "mat",
+    "MistralModel", "CUDA_LAUNCH_BLOCKING", "docker", "oneOf", "cl", "mat",
 }  # fmt: skip
 OPTIONS_OF_OTHERS = {  # pip, pytest, Ray, Docker
     "--index-url", "--no-deps", "--dist", "--solutions", "--address", "--disable-usage-stats", "--generate", "--head",

@@ -42,6 +42,24 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """The sizes of latent attention (see families/deepseek.py).
+
+    rank, rotated: of the two parts of the vector that a token keeps.
+    q_rank: of the vector from which queries are made. None: from the layer's input.
+    k_size, v_size: of each head of K, without its rotated part, and of V.
+    interleaved: whether neighbors are rotated together, not dimensions of two halves.
+    """
+
+    rank: int
+    rotated: int
+    q_rank: int | None
+    k_size: int
+    v_size: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a transformer, whatever config.json called it.
 
@@ -58,6 +76,7 @@ class ModelConfig:
         are the layers with a window.
     state: the shapes of what each layer with STATE in `sliding_windows` keeps of a sequence instead of K and V (see
         recurrent/states.py).
+    latent: the sizes of latent attention. A token's K is then its V, too, and the only one of all heads.
     undivided: why tensor parallelism does not work with the family.
     type_vocab_size, first_position: of an encoder, which has no `rope`: how many texts token types tell apart, and the
         row of the first token in the position embeddings. Its norms are not RMS norms.
@@ -94,6 +113,7 @@ class ModelConfig:
     other_rope: RopeConfig | None = None
     other_rope_layers: frozenset[int] = frozenset()
     state: tuple[tuple[int, ...], ...] = ()
+    latent: LatentConfig | None = None
     undivided: str | None = None
     type_vocab_size: int = 0
     first_position: int = 0
@@ -104,6 +124,11 @@ class ModelConfig:
     def is_encoder(self) -> bool:
         """Whether every token sees all others, so that layers keep nothing of a sequence."""
         return self.type_vocab_size > 0
+
+    @property
+    def kv_parts(self) -> int:
+        """How many tensors of pages a layer has: K and V, or one for both (see state/pages.py)."""
+        return 2 if self.latent is None else 1
 
     @property
     def state_size(self) -> int:

@@ -32,13 +32,13 @@ def read_experts(
 
 
 def read_grouped_experts(fields: Fields, corrected: bool, in_groups: bool = True) -> ExpertsConfig:
-    """Experts under DeepSeek's names of fields, which other families have, too. A family gives all of them a default.
+    """Experts under DeepSeek's names of fields, which other families have, too. `fields` has norm_topk_prob.
 
     Args: corrected: as in ExpertsConfig. in_groups: whether `n_group` and `topk_group` have an effect.
     """
     names = "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"
     num_experts, num_chosen, inner, num_shared = map(fields.size, names)
-    normalize, dense = fields.flag("norm_topk_prob"), fields.values["first_k_dense_replace"]
+    normalize, dense = fields.flag("norm_topk_prob"), fields.values.get("first_k_dense_replace")
     if dense != 0:
         dense = fields.size("first_k_dense_replace")
     experts = read_experts(fields, num_experts, num_chosen, inner, num_shared * inner, normalize)

@@ -84,14 +84,17 @@ def _yarn(frequencies: Tensor, head_dim: int, theta: float, params: dict) -> tup
     interpolate = ramp.clamp(0, 1)
     frequencies = frequencies * (1 - interpolate) + frequencies / factor * interpolate
 
-    def magnitude(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     scale = params.get("attention_factor")
     if scale is None:
         mscale, mscale_all_dim = params.get("mscale"), params.get("mscale_all_dim")
-        scale = magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+        above, below = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1.0, 0.0)
+        scale = magnitude(factor, above) / magnitude(factor, below)
     return frequencies, float(scale)
+
+
+def magnitude(factor: float, mscale: float) -> float:
+    """How much YaRN sharpens attention to a context that is stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _longrope(frequencies: Tensor, params: dict) -> tuple[Tensor, float]:

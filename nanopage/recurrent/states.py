@@ -60,7 +60,7 @@ def write_state(step: StepContext, mixer: Any, *tensors: Tensor) -> None:
     numbers = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
     page = cache.new_zeros(len(numbers), cache[:, 0].numel())
     page.view(numbers.dtype)[:, : numbers.shape[1]] = numbers
-    cache.index_copy_(1, pages.targets, page.view(-1, 2, *cache.shape[2:]).movedim(1, 0))
+    cache.index_copy_(1, pages.targets, page.view(-1, len(cache), *cache.shape[2:]).movedim(1, 0))
 
 
 def causal_conv(x: Tensor, before: Tensor, weight: Tensor, pages: Any) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def fit_block_size(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_
 
     Args: dtype: of activations.
     """
-    token_bytes = 2 * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
+    token_bytes = config.kv_parts * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
     state_bytes = config.state_size * torch.promote_types(dtype, torch.float32).itemsize
     while block_size * token_bytes < state_bytes:
         block_size *= 2

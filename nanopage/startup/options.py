@@ -23,6 +23,10 @@ def refused(
     option, cache = f"quantization={config.quantization!r}", f"kv_cache_dtype={config.kv_cache_dtype!r}"
     if not on_gpu and config.quantize_to == "fp8":
         yield "quantization='fp8' works on a GPU only, but this engine runs on a CPU: use 'int8'"
+    if on_gpu and model_config.latent is not None:
+        yield f"{path} has latent attention, which does not run on a GPU yet: use device='cpu'"
+    if config.kv_cache_dtype != "auto" and model_config.latent is not None:
+        yield f"{cache} does not work with latent attention, and {path} has it"
     if has_experts and on_gpu and config.quantize_to:
         yield f"{option} on a GPU does not quantize experts, and {path} has some"
     if has_experts and on_gpu and (stored := model_config.quantization):

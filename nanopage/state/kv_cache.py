@@ -22,8 +22,9 @@ class KVCache:
     """Holds the keys and values of all sequences, and moves blocks.
 
     tensor  [num_layers, 2, num_blocks, num_kv_heads, head_dim * block_size]: K in [l, 0] and V in [l, 1] of layer l.
-            state/pages.py describes the layout of a block. If there are several kinds of layers (layer_kinds.py), the
-            first dimension is only as large as the largest kind, and a block belongs to the layers of one kind
+            state/pages.py describes the layout of a block. With latent attention, there is no V. If there are several
+            kinds of layers (layer_kinds.py), the first dimension is only as large as the largest kind, and a block
+            belongs to the layers of one kind
     layers  of each layer, its part of `tensor`: [2, num_blocks, num_kv_heads, head_dim * block_size]. Layers with a
             state keep it there (recurrent/states.py)
     movable   the same memory in a dtype that all operators know (state/pages.py); the methods below work on it
@@ -47,7 +48,7 @@ class KVCache:
         kinds: LayerKinds | None = None,
     ):
         self.kinds = kinds or one_kind(config.num_layers)
-        shape = (self.kinds.num_rows, 2, num_blocks, config.num_kv_heads, config.head_dim * block_size)
+        shape = (self.kinds.num_rows, config.kv_parts, num_blocks, config.num_kv_heads, config.head_dim * block_size)
         with memory_errors("the KV cache, which kv_cache_gib or gpu_memory_utilization makes smaller"):
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self.layers = [self.tensor[row] for row in self.kinds.rows]
@@ -116,8 +117,8 @@ class KVCache:
 
     def _host_pool(self) -> torch.Tensor:
         if self.host is None:
-            layers, two, _, *rest = self.tensor.shape
-            shape = (self.num_host_blocks, layers, two, *rest)  # each block is contiguous
+            layers, parts, _, *rest = self.tensor.shape
+            shape = (self.num_host_blocks, layers, parts, *rest)  # each block is contiguous
             self.host = torch.empty(shape, dtype=self.movable.dtype, pin_memory=self._stream is not None)
         return self.host
 

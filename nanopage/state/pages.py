@@ -2,7 +2,7 @@
 
 One layer's cache is [2, num_blocks, kv_heads, head_dim * block_size]. A page holds the K or V of one block and one
 head. A page of V is [block_size, head_dim], one token after the other. A page of K is transposed, [head_dim,
-block_size].
+block_size]. With latent attention, K is V, too, and a cache is [1, num_blocks, ...]: pages of K.
 
 A vector instruction works on adjacent elements. A score is a sum over dimensions. To compute several scores at once, an
 instruction multiplies one dimension of several tokens, so tokens are adjacent in K. An output is a sum over tokens. To
@@ -24,8 +24,8 @@ FP8 = torch.float8_e4m3fn
 
 def views(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
     """Views of K [num_blocks, kv_heads, head_dim, block_size] and V [num_blocks, kv_heads, block_size, head_dim]."""
-    k, v = kv_cache.unbind(0)
-    return k.unflatten(2, (head_dim, -1)), v.unflatten(2, (-1, head_dim))
+    k = kv_cache[0].unflatten(2, (head_dim, -1))
+    return k, k.transpose(2, 3) if len(kv_cache) == 1 else kv_cache[1].unflatten(2, (-1, head_dim))
 
 
 def movable(kv_cache: Tensor) -> Tensor:
@@ -38,7 +38,8 @@ def write(
     k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> None:
     """Write k and v [T, kv_heads, head_dim] to slots [T] of a layer's cache: block * block_size + offset. They are
-    rounded to the cache's dtype. In float16 and in fp8, numbers beyond its range become its largest."""
+    rounded to the cache's dtype. In float16 and in fp8, numbers beyond its range become its largest. Compiled code
+    cannot write to a cache that has only pages of K."""
     if kv_cache.dtype == FP8:
         k, v = k.float() * (1 / k_scale), v.float() * (1 / v_scale)
     if kv_cache.dtype in (torch.float16, FP8) and kv_cache.dtype != k.dtype:
@@ -51,7 +52,8 @@ def write(
     if not torch.compiler.is_compiling():
         k_pages, v_pages = views(kv_cache, head_dim)
         k_pages[blocks, :, :, offsets] = k
-        v_pages[blocks, :, offsets] = v
+        if len(kv_cache) == 2:
+            v_pages[blocks, :, offsets] = v
         return
     # Element by element: compiled code that writes through a view copies the whole cache.
     dims, offsets = torch.arange(head_dim), offsets[:, None]
@@ -78,7 +80,10 @@ def gather(kv_cache: Tensor, block_tables: Tensor, head_dim: int) -> tuple[Tenso
 
     Returns: K [B, kv_heads, head_dim, tokens] and V [B, kv_heads, tokens, head_dim].
     """
-    ids = block_tables.flatten()
-    k, v = (x.index_select(0, ids).unflatten(0, block_tables.shape) for x in views(movable(kv_cache), head_dim))
-    k, v = k.permute(0, 2, 3, 1, 4).flatten(3), v.transpose(1, 2).flatten(2, 3)  # from [B, blocks, kv_heads, ...]
-    return k.view(kv_cache.dtype), v.view(kv_cache.dtype)
+    ids, shape = block_tables.flatten(), block_tables.shape
+    k_pages, v_pages = views(movable(kv_cache), head_dim)
+    k = k_pages.index_select(0, ids).unflatten(0, shape).permute(0, 2, 3, 1, 4).flatten(3).view(kv_cache.dtype)
+    if len(kv_cache) == 1:
+        return k, k.transpose(2, 3)
+    v = v_pages.index_select(0, ids).unflatten(0, shape).transpose(1, 2).flatten(2, 3)  # from [B, blocks, kv_heads, ..]
+    return k, v.view(kv_cache.dtype)

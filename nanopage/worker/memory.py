@@ -134,7 +134,8 @@ def largest_batch(
 def block_bytes(model_config: ModelConfig, block_size: int, dtype: torch.dtype, num_rows: int | None = None) -> int:
     """Bytes of one block, which holds `num_rows` layers. None: all layers."""
     num_rows = model_config.num_layers if num_rows is None else num_rows
-    return num_rows * 2 * block_size * model_config.num_kv_heads * model_config.head_dim * dtype.itemsize
+    numbers = model_config.kv_parts * model_config.num_kv_heads * model_config.head_dim  # of a token, in a layer
+    return num_rows * block_size * numbers * dtype.itemsize
 
 
 def measure_capacity(setup: Setup, step_bytes: int) -> Capacity:

@@ -73,7 +73,8 @@ OTHER_SIZES = (
     "num_labels",
     *("conv_L_cache", "block_ff_dim", "block_multiple_of"),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"),
-)  # two are an encoder's, and tests/models/test_moe.py has those of experts
+    *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+)  # two are an encoder's; tests/models/test_moe.py and test_latent.py have the last lines'
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 FLAGS = ["enable_prefix_caching", "enforce_eager", "enable_lora"]
 EXPERTS = "enable_expert_parallel"

@@ -65,6 +65,7 @@ class Pool:
         """A sequence of `length` tokens, the first blocks of which may be those of an earlier sequence."""
         shape = length, self.kv_heads, self.head_dim
         k, v = ((self.random(*shape) / scale).to(self.kv_dtype).to(self.dtype) * scale for scale in self.scales)
+        v = v if len(self.cache) == 2 else k
         table = []
         shared = shared_blocks * self.block_size
         if prefix_of is not None:
@@ -74,7 +75,7 @@ class Pool:
         while len(table) * self.block_size < length:
             block = self.free.pop()
             most = 100 if self.kv_dtype == pages.FP8 else 1e4
-            self.cache[:, block] = (1e3 * self.random(2, *self.cache.shape[2:])).clamp(-most, most).to(self.kv_dtype)
+            self.cache[:, block] = (1e3 * self.random(*self.cache[:, block].shape)).clamp(-most, most).to(self.kv_dtype)
             table.append(block)
         positions = torch.arange(shared, length)
         slots = torch.tensor(table)[positions // self.block_size] * self.block_size + positions % self.block_size
@@ -103,6 +104,17 @@ class Pool:
             out = paged_attention(q, self.cache, *self.metadata(query_lens), Scoring(window, kv_scales=self.scales))
             torch.testing.assert_close(out, torch.cat(expected), rtol=tolerance, atol=tolerance)
             assert out.is_contiguous()
+
+
+def test_a_cache_of_k_alone_gives_k_as_v():
+    """As latent attention needs it."""
+    pool = Pool(1, 24, 4, torch.float64)
+    pool.cache = pool.cache[:1]
+    for length in (1, 4, 14):
+        pool.add(length)
+    pool.add(9, prefix_of=2, shared_blocks=2)
+    pool.check(6, {0: 1, 1: 3, 2: 1, 3: 1})
+    pool.check(4, {2: 14}, window=5)
 
 
 def lengths(page):

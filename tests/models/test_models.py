@@ -256,6 +256,31 @@ CASES = {
     ),
     "lfm2, only states": ("lfm2", {"layer_types": ["conv", "conv"], "block_auto_adjust_ff_dim": False}),
     "lfm2, only attention": ("lfm2", {"layer_types": ["full_attention"] * 2, "block_ffn_dim_multiplier": 0.7}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2, groups, scaling, plain q, biases, tied": (
+        "deepseek_v2",
+        {
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.7,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek_v2, yarn, no plain layer": (
+        "deepseek_v2",
+        stretched("yarn", mscale=0.7, mscale_all_dim=0.9) | {"first_k_dense_replace": 0},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3, not interleaved, plain q, biases": (
+        "deepseek_v3",
+        {"rope_interleave": False, "q_lora_rank": None, "attention_bias": True, "num_hidden_layers": 3},
+    ),
+    "deepseek_v3, one group, not normalized, yarn, large eps": (
+        "deepseek_v3",
+        stretched("yarn", mscale=1.0, mscale_all_dim=1.0)
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2, "rms_norm_eps": 0.1},
+    ),
     "granite": ("granite", {}),
     "granite, both biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     **WINDOWS,
@@ -538,7 +563,8 @@ def test_the_config_of_each_family_is_read_as_transformers_reads_it(case):
     assert ours.architecture == theirs.architectures[0]
     assert ours.eos_token_ids == {EOS}
     attention = [layer.self_attn for layer in case.hf_model.model.layers if hasattr(layer, "self_attn")]
-    assert {part.head_dim for part in attention} <= {ours.head_dim}
+    latent = ours.latent and theirs.kv_lora_rank + theirs.qk_rope_head_dim
+    assert {latent or part.head_dim for part in attention} <= {ours.head_dim}
     rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
     assert (ours.rope.theta, ours.rope.rope_type) == (rope["rope_theta"], rope["rope_type"])
     if local := theirs.rope_parameters.get("sliding_attention"):

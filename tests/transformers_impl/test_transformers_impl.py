@@ -128,7 +128,6 @@ REFUSED = {
     "xglm": ("XGLMForCausalLM", {"num_layers": 2}, "its layers do not use transformers' AttentionInterface"),
     "diffllama": ("DiffLlamaForCausalLM", SHORT, "or not once each in order"),
     "gpt_oss": ("GptOssForCausalLM", SHORT | {"num_local_experts": 4}, "its attention takes s_aux"),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", SHORT, "its q, k and v are not one head_dim wide"),
     "minicpm3": ("MiniCPM3ForCausalLM", SHORT, "its q, k and v are not one head_dim wide"),
     "doge": ("DogeForCausalLM", SHORT | {"num_experts": 64}, "its attention has a mask or a bias of its own"),
     "jamba": ("JambaForCausalLM", {"num_hidden_layers": 8, "num_experts": 2}, "it keeps a state besides K and V"),
