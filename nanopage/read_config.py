@@ -68,14 +68,11 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
         stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
         quantization = StoredQuantization.from_fields(stored, "experts" in special)
     vocab_size = fields.size("vocab_size")
-    if "intermediate_size" not in special:
-        special["intermediate_size"] = fields.size("intermediate_size")
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=fields.size("hidden_size"),
         num_layers=fields.size("num_hidden_layers"),
-        num_heads=fields.size("num_attention_heads"),
         dtype=read_dtype(fields),
         eos_token_ids=fields.special_ids(vocab_size),
         quantization=quantization,
@@ -106,8 +103,12 @@ def _search(names: Iterable[str]) -> tuple[str, str, ModuleType] | None:
 
 def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[str, Any]:
     """The result of the family's `read_config`, with default values for the fields that it leaves out."""
-    num_heads = fields.size("num_attention_heads")
     special = family.read_config(fields, architecture)
+    needed = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
+    for name, there in (needed | {"max_position_embeddings": "max_position_embeddings"}).items():
+        if name not in special:
+            special[name] = fields.size(there)
+    num_heads = special["num_heads"]
     if "head_dim" not in special:
         special["head_dim"] = fields.size("head_dim", fields.size("hidden_size") // num_heads)
     if "activation" not in special:
@@ -119,7 +120,6 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
         with_window = frozenset(index for index, window in enumerate(windows) if window is not None)
         special.setdefault("other_rope_layers", with_window)
     special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
-    special.setdefault("max_position_embeddings", fields.size("max_position_embeddings"))
     special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
     if "experts" in special and special["activation"] != "silu":
         raise fields.error("hidden_act", f"{special['activation']!r} is not supported with experts; supported: silu")

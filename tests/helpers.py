@@ -26,6 +26,7 @@ from nanopage.cpu.tiled_experts import join_experts
 from nanopage.distributed import messages
 from nanopage.distributed.process_executor import ProcessLink
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.recurrent.states import fit_block_size
 from nanopage.startup import worker_process
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.layer_kinds import divide_layers, first_block
@@ -114,6 +115,13 @@ def tiny_hf_model(
         fields["pad_token_id"] = None  # its default is not in the vocabulary
     if family == "lfm2":
         fields["layer_types"] = ["conv", "full_attention"]
+    if family == "mamba2":
+        fields |= {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "pad_token_id": None}
+        for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+            del fields[name]
+    if family == "granitemoehybrid":
+        fields |= {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "shared_intermediate_size": 40}
+        fields |= {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
     if family == "olmo3":
         fields["sliding_window"] = 7  # its default is 4096
     if family == "mistral":
@@ -283,11 +291,12 @@ class Paged:
         longest = max(map(len, sequences))
         kinds = divide_layers(config.sliding_windows, longest)
         self.windows = kinds.windows
-        num_blocks = 2 + len(kinds.windows) * sum(-(-len(tokens) // BLOCK_SIZE) for tokens in sequences)
+        self.block_size = fit_block_size(config, BLOCK_SIZE, dtype, kv_dtype or dtype)
+        num_blocks = 2 + len(kinds.windows) * sum(-(-len(tokens) // self.block_size) for tokens in sequences)
         self.model = model
-        self.cache = KVCache(config, num_blocks, BLOCK_SIZE, kv_dtype or dtype, CPU, kinds=kinds)
+        self.cache = KVCache(config, num_blocks, self.block_size, kv_dtype or dtype, CPU, kinds=kinds)
         num_rows = len(sequences) + 1
-        self.table = SequenceTable(num_rows, longest, BLOCK_SIZE, config.vocab_size, CPU, windows=kinds.windows)
+        self.table = SequenceTable(num_rows, longest, self.block_size, config.vocab_size, CPU, windows=kinds.windows)
         self.way = (make_way or (lambda *made: Eager(*made[:3])))(model, self.cache, self.table, config)
         self.free = random.Random(seed).sample(range(num_blocks), num_blocks)
         self.restart(sequences)
@@ -314,7 +323,7 @@ class Paged:
                 tokens = self.sequences[index]
                 batch.new.append(NewSequence(index, tokens, len(tokens), 0, settings))
             first = len(table)
-            while len(table) // len(self.windows) * BLOCK_SIZE < start + count:
+            while len(table) // len(self.windows) * self.block_size < start + count:
                 batch.cleared += (new := [self.free.pop() for _ in self.windows])
                 table += new
             batch.blocks.append(BlockUpdate(index, first, table[first:]))
@@ -338,7 +347,7 @@ class Paged:
     def _slide(self, table, position):
         """Give back the blocks that queries from `position` on do not see."""
         for kind, window in enumerate(self.windows):
-            for i in range(kind, first_block(window, position, BLOCK_SIZE) * len(self.windows), len(self.windows)):
+            for i in range(kind, first_block(window, position, self.block_size) * len(self.windows), len(self.windows)):
                 if table[i] != NO_BLOCK:
                     self.cache.tensor[:, :, table[i]] = torch.nan
                     self.free.insert(0, table[i])

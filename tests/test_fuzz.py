@@ -853,14 +853,17 @@ def test_nor_do_windows(world, windowed):
 
 @pytest.fixture(scope="module")
 def with_states(tmp_path_factory):
-    """Models with layers that keep a state, and their oracles: some layers, or all of them."""
+    """Models with layers that keep a state, and their oracles: LFM2's convolutions in some layers, or in all of them;
+    Mamba-2's matrices."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "pad_token_id": None}
     made = []
     for kinds in (["conv", "full_attention", "conv", "conv"], ["conv", "conv"]):
         directory = tmp_path_factory.mktemp("lfm2")
         model = tiny_model(directory, "lfm2", **sizes, layer_types=kinds, num_hidden_layers=len(kinds))
         made.append((model, make_oracle(model)))
-    return made
+    sizes = {"hidden_size": 16, "intermediate_size": 48, "mamba_n_heads": 4, "mamba_d_state": 4, "mamba_n_groups": 1}
+    model = tiny_model(tmp_path_factory.mktemp("granite"), "granitemoehybrid", **sizes)
+    return [*made, (model, make_oracle(model))]
 
 
 @pytest.mark.parametrize("world", range(-(-WORLDS // 4)))
@@ -868,7 +871,7 @@ def test_nor_do_states(world, with_states):
     """A state goes on from where the last step has ended, and is found at the ends of prefixes."""
     rng = random.Random(f"states-{SEED}-{world}")
     how = {"fails": rng.random() < 0.4, "pressed": world % 5 > 0}
-    engine = check_world(*with_states[world % 3 == 2], world, rng, False, **how, prepare=poison_free_blocks)
+    engine = check_world(*with_states[world % 3], world, rng, False, **how, prepare=poison_free_blocks)
     happened["worlds with states that preempted"] += engine.scheduler.queues.num_preemptions > 0
     happened["worlds with states that swapped"] += engine.executor.worker.kv_cache.host is not None
     happened["worlds with states and prefix-cache hits"] += engine.scheduler.block_manager.num_hit_tokens > 0

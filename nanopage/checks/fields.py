@@ -48,12 +48,25 @@ MAX_SIZES = {
     "conv_L_cache": 2**10,
     "block_ff_dim": 2**20,
     "block_multiple_of": 2**20,
+    "num_heads": 2**12,
+    "n_groups": 2**12,
+    "state_size": 2**12,
+    "conv_kernel": 2**10,
+    "expand": 2**10,
+    "mamba_n_heads": 2**12,
+    "mamba_d_head": 2**12,
+    "mamba_n_groups": 2**12,
+    "mamba_d_state": 2**12,
+    "mamba_d_conv": 2**10,
+    "mamba_expand": 2**10,
+    "shared_intermediate_size": 2**20,
 }
 
 # The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.
 RANGES = {
     "rms_norm_eps": (1e-30, 1.0),
     "layer_norm_eps": (1e-30, 1.0),
+    "layer_norm_epsilon": (1e-30, 1.0),
     "rope_theta": (2.0, 1e15),
     "factor": (1e-3, 1e6),
     "low_freq_factor": (1e-3, 1e6),

@@ -1,7 +1,8 @@
 """ModelConfig: config.json as data. read_config.py reads it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 from nanopage.checks.pooling import PoolingConfig
 from nanopage.checks.stored_quantization import StoredQuantization
@@ -77,6 +78,8 @@ class ModelConfig:
     state: the shapes of what each layer with STATE in `sliding_windows` keeps of a sequence instead of K and V (see
         recurrent/states.py).
     latent: the sizes of latent attention. A token's K is then its V, too, and the only one of all heads.
+    mixer: what else a family says of these layers, such as the fields of a Mamba2Config (recurrent/mamba2.py).
+    residual_in_float32: whether hidden states are in float32, or in float64, between layers.
     undivided: why tensor parallelism does not work with the family.
     type_vocab_size, first_position: of an encoder, which has no `rope`: how many texts token types tell apart, and the
         row of the first token in the position embeddings. Its norms are not RMS norms.
@@ -114,6 +117,8 @@ class ModelConfig:
     other_rope_layers: frozenset[int] = frozenset()
     state: tuple[tuple[int, ...], ...] = ()
     latent: LatentConfig | None = None
+    mixer: dict[str, Any] = field(default_factory=dict)
+    residual_in_float32: bool = False
     undivided: str | None = None
     type_vocab_size: int = 0
     first_position: int = 0

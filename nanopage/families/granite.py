@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
@@ -36,14 +36,15 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return GraniteLayer(config, SelfAttention(config, index, config.attention_bias, config.attention_bias))
+    attention = SelfAttention(config, index, config.attention_bias, config.attention_bias)
+    mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
+    return GraniteLayer(config, attention, mlp)
 
 
 class GraniteLayer(DecoderLayer):
     """Multiplies what attention and the feed-forward layer add to x."""
 
-    def __init__(self, config: ModelConfig, self_attn: SelfAttention):
-        mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
+    def __init__(self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module):
         super().__init__(config, self_attn, mlp)
         self.residual_scale = config.residual_scale
 

@@ -1,6 +1,7 @@
 """Reading a model's files without trusting them: what cannot be read is an error that names the file."""
 
 import json
+import math
 import os
 import re
 import reprlib
@@ -57,8 +58,8 @@ def read_text(path: Path, most: int | None = None) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. NaN, Infinity and a key that occurs twice are errors: readers disagree on what they mean. So is a
-    lone surrogate, which is not text.
+    """A JSON object. NaN and a key that occurs twice are errors: readers disagree on what they mean. So is a lone
+    surrogate, which is not text. Infinity is no JSON either, but transformers 4 wrote it.
 
     Raises: FileNotFoundError, ValueError; both name the file.
     """
@@ -87,7 +88,7 @@ def _read_value(path: Path) -> Any:
 
 def parse_json(text: str) -> Any:
     """The value of a JSON text, with the errors of `read_json`. Raises: ValueError, RecursionError."""
-    value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    value = json.loads(text, parse_constant=_constant, object_pairs_hook=_unique)
     if SURROGATE.search(text):
         plain = json.dumps(value, ensure_ascii=False)
         if (at := find_surrogate(plain)) >= 0:
@@ -150,7 +151,9 @@ def shown(value: object) -> str:
         return type(value).__name__
 
 
-def _refuse_constant(name: str) -> None:
+def _constant(name: str) -> float:
+    if name == "Infinity":
+        return math.inf
     raise ValueError(f"{name} is not a JSON value")
 
 

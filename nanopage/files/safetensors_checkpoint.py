@@ -37,6 +37,7 @@ DTYPES = {
 }
 
 FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+GRANITE = {"moe.input_linear.weight": "moe.experts.gate_up_proj", "moe.output_linear.weight": "moe.experts.down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,13 @@ def as_tensor(data: memoryview | bytearray, dtype: str, shape: tuple[int, ...]) 
 def parts_of(stored: StoredTensor) -> list[tuple[str, int, tuple[int, ...]]]:
     """What a stored tensor consists of: itself, or the matrices of each expert, which transformers 5 may have fused:
     gate_up_proj [experts, 2 * intermediate_size, hidden_size] and down_proj [experts, hidden_size, intermediate_size].
+    Granite has other names for them.
 
     Returns: for each part its name, how many rows of all experts are before it, and its shape.
     """
-    shape, match = stored.shape, FUSED_EXPERTS.fullmatch(stored.name)
+    place, _, last = stored.name.rpartition("_sparse_")
+    name = f"{place}_sparse_{GRANITE[last]}" if last in GRANITE else stored.name
+    shape, match = stored.shape, FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != 3 or shape[0] > MAX_FUSED_EXPERTS:
         return [(stored.name, 0, shape)]
     kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)

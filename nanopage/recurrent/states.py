@@ -32,14 +32,14 @@ class MixerLayer(nn.Module):
         self.input_layernorm = make_norm(config)
         self.add_module(name, mixer)
         self.post_attention_layernorm = make_norm(config)
-        self.mlp, self.name = mlp, name
+        self.mlp, self.name, self.residual_scale = mlp, name, config.residual_scale
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """As `DecoderLayer.forward`."""
         mixer = self.get_submodule(self.name)
         x, mixed = step.keep(mixer, x, mixer(self.input_layernorm(x), step))
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + mixed * self.residual_scale
+        return x + self.mlp(self.post_attention_layernorm(x)) * self.residual_scale
 
 
 def read_state(step: StepContext, mixer: Any, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:

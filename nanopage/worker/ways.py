@@ -59,6 +59,8 @@ def why_not_compiled(setup: Setup) -> str | None:
     config = setup.config
     if setup.model_config.model_impl == "transformers":
         return "transformers' own modules are not compiled"
+    if setup.model_config.residual_in_float32:
+        return "hidden states in float32 are not compiled"
     if setup.model_config.state:
         return "layers with a state are not compiled"
     if setup.model_config.latent is not None:

@@ -17,6 +17,7 @@ from nanopage.checks.fields import MAX_SIZES, RANGES
 from nanopage.checks.stored_quantization import StoredQuantization
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import ROPE_NUMBERS, ROPE_TYPES, RopeConfig
+from nanopage.families import granite_hybrid, mamba2
 from nanopage.layers.rotary import inverse_frequencies
 from nanopage.models import find_family
 from nanopage.read_config import config_from_dict, config_from_directory
@@ -74,7 +75,9 @@ OTHER_SIZES = (
     *("conv_L_cache", "block_ff_dim", "block_multiple_of"),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"),
     *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
-)  # two are an encoder's; tests/models/test_moe.py and test_latent.py have the last lines'
+    *(name for family in (mamba2, granite_hybrid) for name, _ in family.SIZES.values()),  # tests/recurrent has them
+    "shared_intermediate_size",
+)  # two are an encoder's; tests/models and tests/recurrent have the last lines'
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 FLAGS = ["enable_prefix_caching", "enforce_eager", "enable_lora"]
 EXPERTS = "enable_expert_parallel"

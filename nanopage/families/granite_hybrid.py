@@ -1,0 +1,99 @@
+"""Granite 4 (IBM 2025): Granite 3's layer, with Mamba-2's mixer in place of attention in most layers. Some models have
+a mixture of experts beside the feed-forward layer. Most have no rotary embeddings."""
+
+import re
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from nanopage.checks.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.config.rope import UNROTATED, read_rope
+from nanopage.experts.config import read_experts
+from nanopage.experts.moe import MixtureOfExperts
+from nanopage.families import granite
+from nanopage.files.model_files import shown
+from nanopage.layers.linear import Linear
+from nanopage.layers.mlp import MLP
+from nanopage.models.decoder import SelfAttention
+from nanopage.recurrent.mamba2 import Mamba2Mixer, read_mixer
+from nanopage.recurrent.states import MixerLayer
+from nanopage.state.layer_kinds import STATE
+
+ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
+GGUF_ARCHITECTURE = ""  # such files are not supported
+GGUF_TENSORS: dict[str, str] = {}
+SIZES = {  # as in mamba2.py
+    "num_heads": ("mamba_n_heads", 128),
+    "head_dim": ("mamba_d_head", 64),
+    "num_groups": ("mamba_n_groups", 1),
+    "state_size": ("mamba_d_state", 256),
+    "width": ("mamba_d_conv", 4),
+    "expand": ("mamba_expand", 2),
+}
+KINDS = {"mamba": STATE, "linear_attention": STATE, "attention": None, "full_attention": None}
+NAMES = {  # in checkpoints: here
+    r"\.shared_mlp\.input_linear\.": ".mlp.gate_up_proj.",
+    r"\.shared_mlp\.output_linear\.": ".mlp.down_proj.",
+    r"\.block_sparse_moe\.router\.(layer\.)?": ".mlp.mixture.gate.",
+    r"\.block_sparse_moe\.experts\.": ".mlp.mixture.experts.",
+}
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    windows = _windows(fields, fields.size("num_hidden_layers"))
+    position = fields.values.get("position_embedding_type")
+    if position not in (None, "nope", "rope"):
+        raise fields.error("position_embedding_type", f"{shown(position)} is not supported; supported: nope, rope")
+    special = granite.read_config(fields, architecture) | {
+        "intermediate_size": fields.size("shared_intermediate_size", 1024),
+        "rope": read_rope(fields) if position == "rope" else UNROTATED,
+        "sliding_windows": windows,
+        "undivided": "its checkpoints have gate and up in one matrix",
+    }
+    if STATE in windows:
+        mixer = read_mixer(fields, SIZES, fields.flag("mamba_proj_bias"), fields.flag("mamba_conv_bias", True))
+        special |= {"mixer": asdict(mixer), "state": mixer.state}
+    if fields.values.get("num_local_experts") != 0:
+        num_experts, num_chosen = fields.size("num_local_experts", 8), fields.size("num_experts_per_tok", 2)
+        experts = read_experts(fields, num_experts, num_chosen, fields.size("intermediate_size", 11008))
+        special["experts"] = replace(experts, place="mlp.mixture.experts")
+    return special
+
+
+def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    for name in ("layer_types", "layers_block_type"):
+        if (kinds := fields.values.get(name)) is not None:
+            if not isinstance(kinds, list) or len(kinds) != num_layers or not all(str(kind) in KINDS for kind in kinds):
+                raise fields.error(name, f"{shown(kinds)} is not supported for {num_layers} layers")
+            return tuple(KINDS[kind] for kind in kinds)
+    return (STATE,) * num_layers
+
+
+def rename(name: str, config: ModelConfig) -> str:
+    """The name of a checkpoint's tensor in this model."""
+    for there, here in NAMES.items():
+        name = re.sub(there, here, name)
+    return name
+
+
+def make_layer(config: ModelConfig, index: int) -> nn.Module:
+    mlp = SharedMLP(config)
+    if config.sliding_windows[index] == STATE:
+        return MixerLayer(config, "mamba", Mamba2Mixer(config, index), mlp)
+    return granite.GraniteLayer(config, SelfAttention(config, index, *[config.attention_bias] * 2), mlp)
+
+
+class SharedMLP(MLP):
+    """A feed-forward layer whose gate and up are one matrix of checkpoints. The output of a mixture may be added."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config.hidden_size, config.intermediate_size, activation=config.activation)
+        self.gate_up_proj = Linear(config.hidden_size, self.gate_up_proj.out_features)
+        self.mixture = None if config.experts is None else MixtureOfExperts(config.hidden_size, config.experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.mixture is None else y + self.mixture(x)
