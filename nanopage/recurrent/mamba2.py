@@ -118,9 +118,10 @@ class Mamba2Mixer(nn.Module):
         sizes, pages = self.sizes, step.attention_of(self)
         gate, x, t = self.in_proj(x).split([sizes.inner_size, sizes.channels, sizes.num_heads], dim=-1)
         before, state = read_state(step, self, sizes.state, x.dtype)
+        x, t = x.to(state.dtype), t.to(state.dtype)  # until the norm
         x, before = causal_conv(x, before, self.conv1d.weight[:, 0], pages)
         x = self.activation(x if self.conv1d.bias is None else x + self.conv1d.bias)
-        y, state = self.ssd(x.to(state.dtype), t.to(state.dtype), state, pages)
+        y, state = self.ssd(x, t, state, pages)
         write_state(step, self, before, state)
         return self.out_proj(self.norm(y, gate))
 
