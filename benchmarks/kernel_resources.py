@@ -28,6 +28,7 @@ from nanopage.quantization import quantized_linear
 ARCHITECTURES = (75, 80, 90, 100)
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 KEEPING = ("write_kernel", "rotate_kernel", "decode_kernel", "prefill_kernel")  # kernels that write or read the cache
+ATTENDING = ("decode_kernel", "prefill_kernel")
 VOCAB_SIZE = 151_936  # Qwen3's
 SHARED = {75: 64, 80: 163, 90: 227, 100: 227}  # KiB that a program may take
 
@@ -45,6 +46,7 @@ class Specialization:
     softcap: float = 0.0
     split: bool = True
     cache: str = ""  # "fp8" if K and V are kept in it; else they are in `dtype`
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,13 @@ def common() -> Iterator[Specialization]:
 
 
 def few() -> Iterator[Specialization]:
-    """Each kernel in each dtype, and with a cache in fp8."""
+    """Each kernel in each dtype, and with a cache in fp8, there also with sinks."""
     for dtype, head_dim in ((torch.float32, 128), (torch.float16, 64), (torch.bfloat16, 128)):
         for kernel in (*KEEPING, "merge_kernel"):
             yield Specialization(kernel, dtype, head_dim)
         yield Specialization("floor_kernel", dtype)
     for kernel in KEEPING:
-        yield Specialization(kernel, torch.float16, cache="fp8")
+        yield Specialization(kernel, torch.float16, cache="fp8", sinks=kernel in ATTENDING)
 
 
 def every() -> Iterator[Specialization]:
@@ -116,6 +118,7 @@ def every() -> Iterator[Specialization]:
             yield Specialization(kernel, dtype, window=4096)
             yield Specialization(kernel, dtype, softcap=50.0)
             yield Specialization(kernel, dtype, split=False)
+            yield Specialization(kernel, dtype, 64, 8, window=128, sinks=True)  # GPT-OSS
         yield Specialization("normed_kernel", dtype)
         if dtype != torch.float32:
             for kernel in KEEPING:
@@ -175,8 +178,10 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
         constants = paged_attention.decode_options(*shape)
     else:
         constants = paged_attention.merge_options(q)
+    if one.kernel in ATTENDING:
+        constants["SINKS"] = one.sinks
     data = "*" + DTYPES[one.dtype]
-    types = {"k_ptr": data, "v_ptr": data, "q_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
+    types = {"k_ptr": data, "sink_ptr": data, "v_ptr": data, "q_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
     types["cache_ptr"] = "*fp8e4nv" if one.cache else data
     types |= dict.fromkeys(("heads_ptr", "cos_ptr", "sin_ptr", "q_norm_ptr", "k_norm_ptr"), data)
     types |= {"table_ptr": "*i32", "seq_len_ptr": "*i32", "query_start_ptr": "*i32"}

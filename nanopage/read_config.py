@@ -67,13 +67,15 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
     if config.get("quantization_config") is not None:
         stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
         quantization = StoredQuantization.from_fields(stored, "experts" in special)
+        if quantization.method == "mxfp4" and not (special.get("experts") and special["experts"].swiglu):
+            raise stored.error("quant_method", f"'mxfp4' is not supported for {architecture}")
     vocab_size = fields.size("vocab_size")
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=fields.size("hidden_size"),
         num_layers=fields.size("num_hidden_layers"),
-        dtype=read_dtype(fields),
+        dtype=special.pop("dtype", None) or read_dtype(fields),
         eos_token_ids=fields.special_ids(vocab_size),
         quantization=quantization,
         pooling=pooling,

@@ -128,6 +128,8 @@ def tiny_hf_model(
         fields["sliding_window"] = None
     if family == "mixtral":
         fields["num_local_experts"] = 4
+    if family == "gpt_oss":
+        fields |= {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7}
     if family in ("qwen2_moe", "qwen3_moe"):
         fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     if family.startswith("deepseek"):
@@ -143,7 +145,7 @@ def tiny_hf_model(
         with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide a mistake in them
             corrections = [named for named in model.named_buffers() if named[0].endswith("correction_bias")]
             for name, parameter in [*model.named_parameters(), *corrections]:
-                if parameter.dim() == 1:
+                if parameter.dim() == 1 or name.endswith("_bias"):
                     around_one = name.endswith("norm.weight") and not family.startswith("gemma")
                     parameter.normal_(1.0 if around_one else 0.0, 0.3)
     return model.eval()

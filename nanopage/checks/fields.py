@@ -89,6 +89,8 @@ RANGES = {
     "attention_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
     "routed_scaling_factor": (1e-6, 1e6),
+    "swiglu_alpha": (1e-3, 1e3),
+    "swiglu_limit": (1e-3, 1e6),
 }
 
 

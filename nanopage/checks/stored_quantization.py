@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from nanopage.checks.fields import Fields
 from nanopage.files.model_files import shown
 
-STORED_QUANTIZATIONS = ("awq", "gptq")  # of a checkpoint; `quantization` may only repeat config.json
+STORED_QUANTIZATIONS = ("awq", "gptq", "mxfp4")  # of a checkpoint; `quantization` may only repeat config.json
 GROUP_SIZES = (32, 64, 128)  # inputs that share a scale in a checkpoint of one of them
 
 # What AWQ and GPTQ checkpoints of models with experts leave as floats: the head, and what chooses experts.
@@ -17,7 +17,7 @@ EXPERT_GATES = re.compile(r"lm_head|(model\.layers\.\d+\.)?((mlp|block_sparse_mo
 class StoredQuantization:
     """How the linear layers of a checkpoint, except the head, are stored (see quantization/quantized_checkpoint.py).
 
-    method: "awq", with 4 bits, or "gptq", with 4 or 8.
+    method: "awq", with 4 bits, or "gptq", with 4 or 8. "mxfp4": only experts (see quantization/mxfp4.py).
     group_size: inputs that share a scale and a zero point; None: all inputs.
     desc_act: whether the inputs of a group are not adjacent (GPTQ's act-order).
     zero_offset: what is added to the stored zero points: 1 in GPTQ's first format.
@@ -36,6 +36,8 @@ class StoredQuantization:
         if method not in STORED_QUANTIZATIONS:
             supported = ", ".join(STORED_QUANTIZATIONS)
             raise fields.error("quant_method", f"{shown(method)} is not supported; supported: {supported}")
+        if method == "mxfp4":  # the tensors say what is not converted
+            return cls(method, bits=4, group_size=32)
         layouts, default = (("gemm",), "gemm") if method == "awq" else (("gptq", "gptq_v2"), "gptq")
         layout = default
         for name in ("version", "format") if method == "awq" else ("checkpoint_format", "format"):

@@ -20,6 +20,7 @@ class ExpertsConfig:
     normalize: whether the weights of a token's experts are divided by their sum.
     layers: whether each layer of the model has a mixture. Others have a plain feed-forward layer.
     corrected, groups, scaling: the bias, groups and scaling of `experts.routing.route`.
+    swiglu: alpha and limit of the activation, which is GPT-OSS's. None: it is the model's, and experts have no biases.
     place, parts: the names in checkpoints: of the experts in a layer, and of an expert's gate, up and down projections.
     """
 
@@ -29,6 +30,7 @@ class ExpertsConfig:
     shared_size: int
     normalize: bool
     layers: tuple[bool, ...]
+    swiglu: tuple[float, float] | None = None
     place: str = "mlp.experts"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared_gate: bool = True
@@ -38,8 +40,9 @@ class ExpertsConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether experts are chosen by a softmax alone, as the compiled code of a CPU does."""
-        return not self.corrected and self.groups[0] == 1 and self.scaling == 1
+        """Whether experts are chosen by a softmax alone, and have the model's activation and no biases, as in the
+        compiled code of a CPU."""
+        return self.swiglu is None and not self.corrected and self.groups[0] == 1 and self.scaling == 1
 
 
 @dataclass(frozen=True)

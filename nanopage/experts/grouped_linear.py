@@ -11,6 +11,7 @@ programs of blocks that turn out not to be needed return at once. So nothing syn
 the product.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanopage.kernels.paged_attention import architecture_of
+from nanopage.layers.mlp import clamped_swiglu
 
 VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_chosen"]}
 
@@ -29,6 +31,7 @@ VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_chosen"]}
 def grouped_linear_kernel(
     x_ptr,
     weight_ptr,  # [experts, out_features, in_features]
+    bias_ptr,  # [experts, out_features], only with BIAS
     scale_ptr,  # the scale of each pair, in the order of tokens
     out_ptr,
     order_ptr,  # the pair of each row
@@ -41,6 +44,7 @@ def grouped_linear_kernel(
     out_features,
     FROM_TOKENS: tl.constexpr,  # True: x has one row for each token, and out has one for each sorted row. False: x has
     # one row for each sorted row, and out, which is scaled, has one for each pair
+    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -68,6 +72,9 @@ def grouped_linear_kernel(
         x = tl.load(x_rows[:, None] + column[None, :], mask=inside[:, None] & is_input[None, :], other=0.0)
         weight = tl.load(weights[None, :] + column[:, None], mask=is_input[:, None], other=0.0)
         acc = tl.dot(x, weight, acc, input_precision=PRECISION)
+    if BIAS:
+        bias = tl.load(bias_ptr + expert.to(tl.int64) * out_features + output, mask=output < out_features, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     if not FROM_TOKENS:
         acc = acc * tl.load(scale_ptr + pair, mask=inside, other=0.0).to(tl.float32)[:, None]
     at = out_row.to(tl.int64)[:, None] * out_features + output[None, :]
@@ -116,7 +123,17 @@ def most_blocks(num_rows: int, num_experts: int, block_rows: int) -> int:
     return min(num_rows, num_rows // block_rows + min(num_experts, num_rows))
 
 
-def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, first: int) -> Tensor:
+def grouped_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    first: int,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    swiglu: Sequence[float] | None = None,
+) -> Tensor:
     """The weighted sum of the outputs of each token's experts, down(silu(gate(x)) * up(x)).
 
     Args:
@@ -124,6 +141,8 @@ def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, we
         gate_up: [experts, 2 * intermediate_size, hidden_size]. down: [experts, hidden_size, intermediate_size].
         chosen, weights: [T, num_chosen], from `routing.route`.
         first: the number of the first expert in `gate_up` and `down`. Experts on other workers add nothing.
+        gate_up_bias, down_bias: [experts, outputs].
+        swiglu: alpha and limit of `clamped_swiglu`, in place of silu(gate(x)) * up(x).
 
     Returns: [T, hidden_size]
     """
@@ -132,16 +151,20 @@ def grouped_experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, we
     groups = group(chosen, first, num_experts, options["ROWS"])
     scales = weights.contiguous()
     inner = x.new_empty(num_pairs, gate_up.shape[1])
-    _launch(x.contiguous(), gate_up, scales, inner, groups, chosen.shape[1], options, from_tokens=True)
-    gate, up = inner.chunk(2, dim=-1)
+    _launch(x.contiguous(), (gate_up, gate_up_bias), scales, inner, groups, chosen.shape[1], options, from_tokens=True)
+    if swiglu is None:
+        gate, up = inner.chunk(2, dim=-1)
+        inner = F.silu(gate) * up
+    else:
+        inner = clamped_swiglu(inner, *swiglu)
     outputs = x.new_zeros(num_pairs, x.shape[1])  # outputs of other experts stay 0
-    _launch(F.silu(gate) * up, down, scales, outputs, groups, chosen.shape[1], options, from_tokens=False)
+    _launch(inner, (down, down_bias), scales, outputs, groups, chosen.shape[1], options, from_tokens=False)
     return outputs.unflatten(0, chosen.shape).sum(1)
 
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    linear: tuple[Tensor, Tensor | None],
     scales: Tensor,
     out: Tensor,
     groups: Groups,
@@ -149,11 +172,13 @@ def _launch(
     options: dict[str, Any],
     from_tokens: bool,
 ) -> None:
+    weight, bias = linear
     num_experts, out_features, in_features = weight.shape
     grid = len(groups.experts), triton.cdiv(out_features, options["OUTPUTS"])
     grouped_linear_kernel[grid](
-        x, weight, scales, out, groups.order, groups.experts, groups.rows, groups.ends, num_experts, num_chosen,
-        in_features, out_features, FROM_TOKENS=from_tokens, **options,
+        x, weight, weight if bias is None else bias, scales, out, groups.order, groups.experts, groups.rows,
+        groups.ends, num_experts, num_chosen, in_features, out_features, FROM_TOKENS=from_tokens,
+        BIAS=bias is not None, **options,
     )  # fmt: skip
 
 
@@ -178,11 +203,12 @@ def grouped_options(num_pairs: int, num_experts: int, dtype: torch.dtype, fast: 
 # An operator that torch.compile does not look into: see quantized_linear.py.
 library = torch.library.Library("nanopage", "FRAGMENT")
 library.define(
-    "grouped_experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, int first) -> Tensor"
+    "grouped_experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, int first, "
+    "Tensor? gate_up_bias=None, Tensor? down_bias=None, float[]? swiglu=None) -> Tensor"
 )
 library.impl("grouped_experts", grouped_experts, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("nanopage::grouped_experts", lib=library)
-def _(x, gate_up, down, chosen, weights, first):
+def _(x, gate_up, down, chosen, weights, first, gate_up_bias=None, down_bias=None, swiglu=None):
     return torch.empty_like(x)

@@ -10,7 +10,7 @@ replaces the weights of experts. On a GPU, `group_experts` fuses their weights b
 tiled_experts.py replaces the experts once more, if there is compiled code for them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,21 +19,25 @@ from torch import Tensor, nn
 
 from nanopage.config.model import ExpertsConfig
 from nanopage.experts.routing import route
+from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 
 
 class Gate(nn.Module):
     """A matrix product that is never quantized, because rounding could change which experts are chosen.
 
-    Shape: [T, hidden_size] -> [T, out_features].
+    Shape: [T, hidden_size] -> [T, out_features]. A family may set `bias`, [out_features].
     """
+
+    bias: nn.Parameter | None
 
     def __init__(self, hidden_size: int, out_features: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, hidden_size))
+        self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
 
 class Router(Gate):
@@ -58,12 +62,12 @@ class Router(Gate):
 class MixtureOfExperts(nn.Module):
     """Takes the place of a feed-forward layer. Shape: [T, hidden_size] -> same.
 
-    Args: expert: the class of each expert; its parts have the names of the checkpoint.
+    Args: expert: makes an expert of its sizes; its parts have the names of the checkpoint.
     """
 
     format = "experts"  # worker/jit.py compares the formats of layers
 
-    def __init__(self, hidden_size: int, config: ExpertsConfig, expert: type[MLP] = MLP):
+    def __init__(self, hidden_size: int, config: ExpertsConfig, expert: Callable[..., MLP] = MLP):
         super().__init__()
         self.gate = Router(hidden_size, config)
         self.experts: nn.Module = Experts(
@@ -127,12 +131,10 @@ class GroupedExperts(nn.Module):
 
     gate_up_proj  [experts, 2 * intermediate_size, hidden_size]
     down_proj     [experts, hidden_size, intermediate_size]
+    the same with _bias: [experts, outputs], or None
 
     Args: experts: on the meta device; adjacent ones.
     """
-
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
 
     def __init__(self, experts: Experts):
         from nanopage.experts import grouped_linear  # noqa: F401 (registers the operator; imports Triton)
@@ -143,24 +145,27 @@ class GroupedExperts(nn.Module):
         }
         self.first = min(found)
         expert = found[self.first]
-        self.up_parts, self.down_parts = expert.gate_up_proj.parts, expert.down_proj.parts
-        for name in ("gate_up_proj", "down_proj"):
-            shape = len(found), *getattr(expert, name).weight.matrix.shape
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+        self.swiglu: tuple[float, float] | None = getattr(expert, "swiglu", None)
+        self.linears: dict[str, Linear] = {name: getattr(expert, name) for name in ("gate_up_proj", "down_proj")}
+        for name, linear in self.linears.items():
+            for each, of_one in ((name, linear.weight.matrix), (f"{name}_bias", linear.bias)):
+                fused = None if of_one is None else nn.Parameter(of_one.new_empty(len(found), *of_one.shape))
+                self.register_parameter(each, fused)
 
     def forward(self, x: Tensor, router: Router) -> Tensor:
         """As `Experts.forward`."""
         chosen, weights = router(x)
-        return torch.ops.nanopage.grouped_experts(x, self.gate_up_proj, self.down_proj, chosen, weights, self.first)
+        biases = self.gate_up_proj_bias, self.down_proj_bias
+        matrices = self.gate_up_proj, self.down_proj
+        return torch.ops.nanopage.grouped_experts(x, *matrices, chosen, weights, self.first, *biases, self.swiglu)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, [out, in]) of each matrix of each expert, under the names that they would have in `Experts`."""
-        for index, (gate_up, down) in enumerate(zip(self.gate_up_proj.data, self.down_proj.data, strict=True)):
-            rows = gate_up.split(list(self.up_parts.values()))
-            for part, view in zip(self.up_parts, rows, strict=True):
-                yield f"{self.first + index}.{part}.weight", view
-            (part,) = self.down_parts
-            yield f"{self.first + index}.{part or 'down_proj'}.weight", down
+        """What the tensors of a checkpoint fill of each expert, under the names that they would have in `Experts`."""
+        for name, linear in self.linears.items():
+            for kind, fused in (("weight", getattr(self, name)), ("bias", getattr(self, f"{name}_bias"))):
+                for index, of_one in enumerate(() if fused is None else fused.data):
+                    for part, view in linear.slots(of_one).items():
+                        yield f"{self.first + index}.{part or name}.{kind}", view
 
 
 def group_experts(model: nn.Module) -> None:

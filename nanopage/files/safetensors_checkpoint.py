@@ -34,9 +34,10 @@ DTYPES = {
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
     "I32": ("int32", 4),
+    "U8": ("uint8", 1),
 }
 
-FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
+FUSED_EXPERTS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_bias)?")
 GRANITE = {"moe.input_linear.weight": "moe.experts.gate_up_proj", "moe.output_linear.weight": "moe.experts.down_proj"}
 
 
@@ -126,21 +127,22 @@ def as_tensor(data: memoryview | bytearray, dtype: str, shape: tuple[int, ...]) 
 def parts_of(stored: StoredTensor) -> list[tuple[str, int, tuple[int, ...]]]:
     """What a stored tensor consists of: itself, or the matrices of each expert, which transformers 5 may have fused:
     gate_up_proj [experts, 2 * intermediate_size, hidden_size] and down_proj [experts, hidden_size, intermediate_size].
-    Granite has other names for them.
+    Their biases lack the last dimension. GPT-OSS has transposed matrices, which are divided in the same way. Granite
+    has other names for them.
 
     Returns: for each part its name, how many rows of all experts are before it, and its shape.
     """
     place, _, last = stored.name.rpartition("_sparse_")
     name = f"{place}_sparse_{GRANITE[last]}" if last in GRANITE else stored.name
     shape, match = stored.shape, FUSED_EXPERTS.fullmatch(name)
-    if match is None or len(shape) != 3 or shape[0] > MAX_FUSED_EXPERTS:
+    if match is None or len(shape) != (2 if match[3] else 3) or shape[0] > MAX_FUSED_EXPERTS:
         return [(stored.name, 0, shape)]
     kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
-    num_rows = shape[1] // len(kinds)
+    num_rows, weight = shape[1] // len(kinds), "bias" if match[3] else "weight"
     if num_rows * len(kinds) != shape[1]:
         return [(stored.name, 0, shape)]
     return [
-        (f"{match[1]}.{expert}.{kind}.weight", expert * shape[1] + index * num_rows, (num_rows, shape[2]))
+        (f"{match[1]}.{expert}.{kind}.{weight}", expert * shape[1] + index * num_rows, (num_rows, *shape[2:]))
         for expert in range(shape[0])
         for index, kind in enumerate(kinds)
     ]

@@ -93,11 +93,16 @@ def attend(
 
 
 @triton.jit
-def nothing_seen(q):
-    """What `attend` begins with: acc, highest and total, in float32 at least."""
+def nothing_seen(q, sink_ptr, head, valid, split, SINKS: tl.constexpr):
+    """What `attend` begins with: acc, highest and total, in float32 at least. A sink is a term of the first split."""
     EXACT: tl.constexpr = tl.float64 if q.dtype == tl.float64 else tl.float32
-    highest = tl.full((q.shape[0],), float("-inf"), EXACT)
-    return tl.zeros((q.shape[0], q.shape[1]), EXACT), highest, tl.zeros((q.shape[0],), EXACT)
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    highest, total = tl.full((q.shape[0],), float("-inf"), EXACT), tl.zeros((q.shape[0],), EXACT)
+    if SINKS:
+        has_sink = tl.where(split == 0, valid, False)
+        highest = tl.load(sink_ptr + head, mask=has_sink, other=float("-inf")).to(EXACT) * LOG2_E
+        total = has_sink.to(EXACT)
+    return tl.zeros((q.shape[0], q.shape[1]), EXACT), highest, total
 
 
 @triton.jit
@@ -147,6 +152,7 @@ def decode_kernel(
     num_splits,
     k_scale,  # only for a cache in fp8
     v_scale,
+    sink_ptr,  # [heads], only with SINKS
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -159,6 +165,7 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, dim = tl.arange(0, ROWS), tl.arange(0, LANES)
@@ -177,7 +184,7 @@ def decode_kernel(
     q_at = sequence.to(tl.int64) * q_token_stride + head[:, None] * q_head_stride + dim[None, :]
     q = tl.load(q_ptr + q_at, mask=inside, other=0.0)
     k_ptr = cache_ptr + kv_head * head_stride
-    acc, highest, total = nothing_seen(q)
+    acc, highest, total = nothing_seen(q, sink_ptr, head, valid, split, SINKS)
     # All tiles are masked: reading them takes longer than the mask, and a second loop would have to fill its pipeline.
     acc, highest, total = attend(
         acc, highest, total, q, oldest, newest, begin, end, table_ptr + sequence.to(tl.int64) * table_stride, k_ptr,
@@ -213,6 +220,7 @@ def prefill_kernel(
     num_splits,
     k_scale,  # only for a cache in fp8
     v_scale,
+    sink_ptr,  # [heads], only with SINKS
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -225,12 +233,14 @@ def prefill_kernel(
     PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
     LEAST: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     QUERIES: tl.constexpr = ROWS // GROUP
     sequence, kv_head = tl.program_id(2), tl.program_id(1)
     first_row = tl.load(query_start_ptr + sequence)
     num_queries = tl.load(query_start_ptr + sequence + 1) - first_row
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest contexts start first
+    split = program % num_splits
     first_query = (program // num_splits if SPLIT else program) * QUERIES
     if first_query >= num_queries:
         return
@@ -243,7 +253,6 @@ def prefill_kernel(
     begin = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
     end = tl.minimum(position + QUERIES, seq_len)
     if SPLIT:
-        split = program % num_splits
         split_row = (token - tl.load(query_start_ptr)) * num_heads + head
         begin, end = split_of(begin, end, split, num_splits, LEAST, TILE)
         if begin >= end:
@@ -258,7 +267,7 @@ def prefill_kernel(
     diagonal = tl.maximum(tl.minimum(position + 1, end) // TILE * TILE, inner)
     bounds = begin, inner, diagonal, end
     k_ptr = cache_ptr + kv_head * head_stride
-    acc, highest, total = nothing_seen(q)
+    acc, highest, total = nothing_seen(q, sink_ptr, head, valid, split, SINKS)
     for part in tl.static_range(0 if WINDOW else 1, 3):
         acc, highest, total = attend(
             acc, highest, total, q, oldest, newest, bounds[part], bounds[part + 1],

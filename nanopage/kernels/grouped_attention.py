@@ -80,7 +80,10 @@ def attend_chunks(
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         if mask is not None:
             scores[..., first:] += mask
-        weights = scores.softmax(dim=-1).to(v.dtype).view(count * kv_heads, -1, last)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(dim=-1)[..., :last].to(v.dtype).view(count * kv_heads, -1, last)
         heads[:, :, :, begin:end] = (weights @ v[:, :last]).view(*q.shape[:3], end - begin, head_dim)
     if v_scale != 1:
         output *= v_scale

@@ -66,7 +66,7 @@ class TritonAttention:
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         scale = q.shape[2] ** -0.5 if scoring.scale is None else scoring.scale
-        options = scoring.window or 0, scale, scoring.softcap, *scoring.kv_scales
+        options = scoring.window or 0, scale, scoring.softcap, *scoring.kv_scales, scoring.sinks
         first = self.num_decodes
         if first:
             decode(q, kv_cache, self.block_tables, self.seq_lens, out, first, self.num_splits, *options)
@@ -166,6 +166,7 @@ def decode(
     softcap: float,
     k_scale: float,
     v_scale: float,
+    sinks: Tensor | None,
 ) -> None:
     """Compute the first `num_decodes` rows of out, one for each sequence. A window of 0 means none."""
     split = num_splits > 1
@@ -173,7 +174,8 @@ def decode(
     partial, lse = split_results(q, num_decodes, num_splits) if split else (out, out)  # placeholders
     decode_kernel[num_decodes, kv_cache.shape[2], num_splits](
         q, kv_cache, block_tables, seq_lens, out, partial, lse, q.stride(0), q.stride(1), block_tables.stride(0),
-        *kv_cache.stride()[:3], num_splits, k_scale, v_scale, **options,
+        *kv_cache.stride()[:3], num_splits, k_scale, v_scale,
+        q if sinks is None else sinks, SINKS=sinks is not None, **options,
     )  # fmt: skip
     if split:
         merge(partial, lse, out[:num_decodes])
@@ -194,6 +196,7 @@ def prefill(
     softcap: float,
     k_scale: float,
     v_scale: float,
+    sinks: Tensor | None,
 ) -> None:
     """Compute the rows of out from `num_decodes` on, any number for each sequence. The rows of the first sequence begin
     at query_start[0]. A window of 0 means none."""
@@ -203,7 +206,8 @@ def prefill(
     partial, lse = split_results(q, len(q) - num_decodes, num_splits) if split else (out, out)  # placeholders
     prefill_kernel[num_tiles * num_splits, kv_cache.shape[2], len(block_tables)](
         q, kv_cache, block_tables, query_start, seq_lens, out, partial, lse, q.stride(0), q.stride(1),
-        block_tables.stride(0), *kv_cache.stride()[:3], num_splits, k_scale, v_scale, **options,
+        block_tables.stride(0), *kv_cache.stride()[:3], num_splits, k_scale, v_scale,
+        q if sinks is None else sinks, SINKS=sinks is not None, **options,
     )  # fmt: skip
     if split:
         merge(partial, lse, out[num_decodes:])

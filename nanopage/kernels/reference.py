@@ -21,12 +21,14 @@ class Scoring:
     scale      of the products of q and K, above 0; None: head_dim ** -0.5
     softcap    scores become softcap * tanh(scores / softcap) (Gemma 2); 0: they stay
     kv_scales  of K and V in a cache in fp8 (see state/pages.py); of no effect with another dtype
+    sinks      [num_heads]: of each head, a score that is part of every token's softmax but has no value (GPT-OSS)
     """
 
     window: int | None = None
     scale: float | None = None
     softcap: float = 0.0
     kv_scales: tuple[float, float] = (1.0, 1.0)
+    sinks: Tensor | None = None
 
     def for_cache(self, kv_cache: Tensor, head_dim: int) -> tuple[float, float]:
         """(the scale of the scores, which includes the scale of K; the scale of V)"""
@@ -76,6 +78,10 @@ def paged_attention(
         scores = scale * torch.einsum("qhgd,hdk->hgqk", heads, k)
         if scoring.softcap:
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.to(q.dtype).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sinks), -1)
+        weights = scores.softmax(-1)[..., :length]
         outputs.append(v_scale * torch.einsum("hgqk,hkd->qhgd", weights, v).flatten(1, 2))
     return torch.cat(outputs)

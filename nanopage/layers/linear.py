@@ -33,6 +33,10 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.product(x, self.bias)
 
+    def slots(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What the tensors of a checkpoint fill of the matrix, or of the bias, by the names of the parts."""
+        return dict(zip(self.parts, parameter.split(list(self.parts.values())), strict=True))
+
 
 def replace_weights(module: nn.Module, replace: Callable[[Linear], Weight]) -> None:
     """Replace the floats of every Linear in a module, and of an embedding that shares them, one after the other, so

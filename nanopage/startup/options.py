@@ -29,7 +29,7 @@ def refused(
         yield f"{cache} does not work with latent attention, and {path} has it"
     if has_experts and on_gpu and config.quantize_to:
         yield f"{option} on a GPU does not quantize experts, and {path} has some"
-    if has_experts and on_gpu and (stored := model_config.quantization):
+    if has_experts and on_gpu and (stored := model_config.quantization) and stored.method != "mxfp4":
         yield f"{path} has experts quantized by {stored.method}, which do not run on a GPU: use device='cpu'"
     if has_experts and on_gpu and exact:
         yield f"dtype='float64' on a GPU does not work with experts, and {path} has some"
@@ -73,7 +73,9 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
             "without quantization_config, and quantization='int4'"
         )
     if has and model_config.pooling is not None:
-        yield "embeddings and scores need weights that are not quantized (AWQ, GPTQ)"
+        yield "embeddings and scores need weights that are not quantized (AWQ, GPTQ, MXFP4)"
+    if config.enable_lora and model_config.experts is not None and model_config.experts.swiglu is not None:
+        yield f"enable_lora does not work with the experts of {path}, whose matrices are transposed in files"
     states = f"{path} has layers with a state"
     if model_config.state and config.enable_lora:
         yield f"enable_lora does not work here: {states}"

@@ -30,7 +30,7 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.weight import Floats, own_parameters
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of, meta_model
-from nanopage.quantization import gguf_tiles, quantized_checkpoint
+from nanopage.quantization import gguf_tiles, mxfp4, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.read_config import config_from_directory
 from nanopage.weights.allocation import all_finite, materialize
@@ -129,7 +129,9 @@ def load_model(
             pieces = _sliced(((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device)), slices)
         else:
             pieces = _read(checkpoint, names, _wanted(model), slices)
-        if names and how.keep_integers is None and config.quantization is not None:
+        if names and config.quantization is not None and config.quantization.method == "mxfp4":
+            pieces = chain(pieces, mxfp4.dequantized([*names], _wanted(model)))
+        elif names and how.keep_integers is None and config.quantization is not None:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, [*names], config.quantization))
         materialize(model, dtype, torch.device("cpu") if how.on_host else device, for_use=not how.on_host)
         files = {name: tensor.file for tensor, name in names.items()}
@@ -153,7 +155,9 @@ def _check(checkpoint: Checkpoint, whole: Decoder, config: ModelConfig) -> dict[
     if len({*names.values()}) < len(names):
         raise ValueError(f"{path_of(checkpoint)} has tensors with the same name, with and without a prefix")
     wanted, stored = slots(whole), [replace(tensor, name=name) for tensor, name in names.items()]
-    if config.quantization is not None:
+    if config.quantization is not None and config.quantization.method == "mxfp4":
+        stored = mxfp4.as_floats(stored)
+    elif config.quantization is not None:
         wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
     check_fit(wanted, stored, path_of(checkpoint))
     return names
@@ -204,8 +208,7 @@ def slots(model: Decoder) -> dict[str, Tensor]:
             seen.add(id(parameter))
             if isinstance(module, Linear):
                 parent = path.rpartition(".")[0]
-                rows = parameter.data.split(list(module.parts.values()))
-                for part, view in zip(module.parts, rows, strict=True):
+                for part, view in module.slots(parameter.data).items():
                     views[f"{parent}.{part}.{kind}" if part else f"{path}.{kind}"] = view
             else:
                 views[f"{path}.{kind}"] = parameter.data

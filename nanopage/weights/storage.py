@@ -36,7 +36,10 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
     """Choose, before the weights are loaded."""
     config, model_config, name = setup.config, setup.model_config, setup.path.name
     if (stored := model_config.quantization) is not None:
-        quantized = setup.on_gpu or fits_tiles(model_config)
+        becomes_floats = stored.method == "mxfp4"
+        quantized = not becomes_floats and (setup.on_gpu or fits_tiles(model_config))
+        if becomes_floats:
+            logger.info(f"the MXFP4 weights of {name} become floats; bfloat16 holds them exactly")
     else:
         quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
     divided = config.tensor_parallel_size > 1
@@ -48,7 +51,8 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
     if setup.on_gpu:
         return BLOCKS if blocks and setup.dtype != torch.float64 else config.quantize_to, None
     # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
-    halves = setup.dtype == torch.float32 and model_config.dtype in ("bfloat16", "float16") and stored is None
+    halves = setup.dtype == torch.float32 and model_config.dtype in ("bfloat16", "float16")
+    halves = halves and (stored is None or stored.method == "mxfp4")
     compiles = can_pack(setup.dtype) and not config.enforce_eager
     product = None
     if compiles and (blocks or halves or config.quantize_to or joins_experts(setup)):
@@ -61,7 +65,7 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
 
 def joins_experts(setup: Setup) -> bool:
     """Whether one operator may compute all experts of a layer (cpu/tiled_experts.py). It knows nothing of adapters, and
-    chooses experts by a softmax alone."""
+    chooses experts by a softmax alone, and has one activation."""
     config, experts = setup.config, setup.model_config.experts
     divided_or_adapted = config.tensor_parallel_size > 1 or config.enable_lora
     return not setup.on_gpu and experts is not None and experts.is_plain and not divided_or_adapted
@@ -100,6 +104,8 @@ def why_eager(setup: Setup, model: Decoder) -> str | None:
     """How steps run on a CPU where layers with these weights are not compiled, and why. None: they are."""
     if not can_pack(setup.dtype):
         return f"eagerly: {str(setup.dtype).removeprefix('torch.')} is not compiled on this CPU"
+    if any(hasattr(module, "sinks") for module in model.modules()):
+        return "eagerly: attention with sinks is not compiled"
     if (experts := setup.model_config.experts) is not None:
         if not any(isinstance(module, TiledExperts) for module in model.modules()):
             adapters = " with adapters" if setup.config.enable_lora else ""

@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": "smollm3",
     "Olmo3ForCausalLM": "olmo3",
     "Lfm2ForCausalLM": "lfm2",
+    "GptOssForCausalLM": "gpt_oss",
 }
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
@@ -88,7 +89,7 @@ CHOICES = {
     "kv_cache_dtype": ["auto", "fp8", "fp8_e4m3"],
     "preemption_mode": [None, "recompute", "swap"],
     "scheduling_policy": ["fcfs", "priority"],
-    "quantization": [None, "int8", "int4", "fp8", "awq", "gptq"],
+    "quantization": [None, "int8", "int4", "fp8", "awq", "gptq", "mxfp4"],
     "distributed_executor_backend": [None, "mp", "ray"],
     "load_format": ["auto", "dummy"],
     "model_impl": ["auto", "nanopage", "transformers"],
@@ -577,6 +578,11 @@ PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_k
         (of_family("Lfm2ForCausalLM", full_attn_idxs=2), "full_attn_idxs"),
         (of_family("Lfm2ForCausalLM", conv_L_cache=0), "conv_L_cache"),
         (of_family("Lfm2ForCausalLM", block_ffn_dim_multiplier="2"), "block_ffn_dim_multiplier"),
+        (of_family("GptOssForCausalLM", swiglu_limit=None), "swiglu_limit"),
+        (of_family("GptOssForCausalLM", swiglu_alpha="1.7"), "swiglu_alpha"),
+        (of_family("GptOssForCausalLM", hidden_act="gelu"), "hidden_act 'gelu' is not supported with experts"),
+        (of_family("GptOssForCausalLM", layer_types=["full_attention"]), "layer_types"),
+        (of_family("GptOssForCausalLM", num_experts_per_tok=200), "num_experts_per_tok"),
         (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 rotates 1 of 8"),
         (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
@@ -600,6 +606,17 @@ def test_missing_fields_of_smollm3_are_those_of_transformers():
     assert (made.num_kv_heads, made.rope, made.tie_word_embeddings) == (4, RopeConfig(2e6), True)
     assert made.other_rope_layers == {3}
     assert config_from_dict(config | {"num_key_value_heads": None}).num_kv_heads == 8
+
+
+def test_missing_fields_of_gpt_oss_are_those_of_transformers():
+    made = config_from_dict(without(of_family("GptOssForCausalLM", num_attention_heads=8), "num_key_value_heads"))
+    assert (made.num_kv_heads, made.head_dim, made.rms_norm_eps, made.attention_bias) == (8, 64, 1e-5, True)
+    assert made.sliding_windows == (128, None, 128, None) and made.dtype == "bfloat16"
+    assert (made.experts.num_experts, made.experts.num_chosen, made.experts.swiglu) == (128, 4, (1.702, 7.0))
+    yarn = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    expected = RopeConfig(150000.0, "yarn", yarn | {"original_max_position_embeddings": 4096})
+    (ours, scale), (theirs, their_scale) = (inverse_frequencies(64, rope) for rope in (made.rope, expected))
+    assert ours.equal(theirs) and scale == their_scale > 1
 
 
 def test_ropes_of_olmo3():
@@ -663,7 +680,7 @@ def test_quantized_weights_are_described(fields, expected):
     [
         ({}, "quant_method None"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
-        ({"quant_method": "fp8"}, "quant_method 'fp8' .* supported: awq, gptq"),
+        ({"quant_method": "fp8"}, "quant_method 'fp8' .* supported: awq, gptq, mxfp4"),
         (AWQ | {"bits": 8}, "bits 8 .* supported: 4$"),
         (AWQ | {"bits": None}, "bits None"),
         (AWQ | {"bits": True}, "bits True"),

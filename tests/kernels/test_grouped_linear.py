@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanopage.experts.grouped_linear import group, grouped_options, most_blocks
+from nanopage.layers.mlp import clamped_swiglu
 
 ROOT = Path(__file__).parents[2]
 ALL_KERNELS = os.environ.get("NANOPAGE_ALL_KERNELS", "0") != "0"
@@ -26,10 +27,10 @@ for dtype, from_tokens, pairs in (
 ):
     options = grouped_options(pairs, 128, dtype, True)
     launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
-    constants = options | {"FROM_TOKENS": from_tokens}
+    constants = options | {"FROM_TOKENS": from_tokens, "BIAS": pairs == 8}
     types = {key: "constexpr" if key in constants else "i32" for key in kernel.arg_names}
     types |= {key: "*i64" for key in ("order_ptr", "expert_ptr", "row_ptr", "end_ptr")} | {"scale_ptr": "*fp32"}
-    types |= {key: "*" + names[dtype] for key in ("x_ptr", "weight_ptr", "out_ptr")}
+    types |= {key: "*" + names[dtype] for key in ("x_ptr", "weight_ptr", "bias_ptr", "out_ptr")}
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     made = triton.compile(ASTSource(kernel, types, constants), target=target, options=launch)
     assert made.asm["cubin"] and made.metadata.shared <= 163 * 1024, made.metadata
@@ -37,18 +38,22 @@ print("compiled")
 """
 
 
-def expected_of(x, gate_up, down, chosen, weights, first):
+def expected_of(x, gate_up, down, chosen, weights, first, up_bias=None, down_bias=None, swiglu=None):
     x, gate_up, down = x.double(), gate_up.double(), down.double()
+    up_bias, down_bias = (torch.zeros(len(down), 1) if bias is None else bias for bias in (up_bias, down_bias))
     y = torch.zeros_like(x)
     for token, (experts, scales) in enumerate(zip(chosen.tolist(), weights.tolist(), strict=True)):
         for expert, scale in zip(experts, scales, strict=True):
             if first <= expert < first + len(gate_up):
-                gate, up = (gate_up[expert - first] @ x[token]).chunk(2)
-                y[token] += scale * (down[expert - first] @ (F.silu(gate) * up))
+                inner = gate_up[expert - first] @ x[token] + up_bias[expert - first]
+                gate, up = inner.chunk(2)
+                inner = F.silu(gate) * up if swiglu is None else clamped_swiglu(inner, *swiglu)
+                y[token] += scale * (down[expert - first] @ inner + down_bias[expert - first])
     return y
 
 
-def check(chosen, num_experts, hidden=48, inner=40, dtype=torch.float32, first=0):
+def check(chosen, num_experts, hidden=48, inner=40, dtype=torch.float32, first=0, swiglu=None):
+    """With `swiglu`, experts also have biases."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -61,8 +66,10 @@ def check(chosen, num_experts, hidden=48, inner=40, dtype=torch.float32, first=0
     )
     weights = torch.rand(chosen.shape, generator=generator)
     given = [tensor.to(DEVICE) for tensor in (x, gate_up, down, chosen, weights)]
-    y = torch.ops.nanopage.grouped_experts(*given, first).cpu()
-    expected = expected_of(x, gate_up, down, chosen, weights, first)
+    more = () if swiglu is None else (normal(num_experts, 2 * inner), normal(num_experts, hidden), swiglu)
+    on_device = (value.to(DEVICE) if isinstance(value, torch.Tensor) else value for value in more)
+    y = torch.ops.nanopage.grouped_experts(*given, first, *on_device).cpu()
+    expected = expected_of(x, gate_up, down, chosen, weights, first, *more)
     assert y.dtype == dtype and y.shape == x.shape
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3}[dtype]
     assert (y.double() - expected).abs().max() <= tolerance * expected.abs().max()
@@ -82,6 +89,11 @@ def random_choice(num_tokens, num_chosen, num_experts):
 def test_products_of_random_experts(num_tokens, num_chosen, num_experts, hidden, inner, dtype):
     """Sizes are not multiples of a tile. Four experts of 100 tokens have several blocks each."""
     check(random_choice(num_tokens, num_chosen, num_experts), num_experts, hidden, inner, dtype)
+
+
+def test_experts_with_biases_and_a_clamped_activation():
+    check(random_choice(30, 2, 6), 6, swiglu=(1.7, 0.8))
+    check(random_choice(30, 2, 6), 2, first=2, dtype=torch.float16, swiglu=(0.5, 7.0))
 
 
 def test_all_tokens_may_choose_one_expert_and_others_none():

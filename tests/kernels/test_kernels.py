@@ -25,8 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
-def attention(q, k, v, window=None, scale=None, softcap=0.0):
-    """Causal attention of the last len(q) of len(k) tokens: q [n, heads, d], k and v [tokens, kv_heads, d]."""
+def attention(q, k, v, window=None, scale=None, softcap=0.0, sinks=None):
+    """Causal attention of the last len(q) of len(k) tokens: q [n, heads, d], k and v [tokens, kv_heads, d]. sinks
+    [heads]: as if there were one more token, whose value is 0."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -37,7 +38,11 @@ def attention(q, k, v, window=None, scale=None, softcap=0.0):
     hidden = keys > queries
     if window is not None:
         hidden |= keys <= queries - window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(q), 1)), 2)
+        v = torch.cat((v, torch.zeros_like(v[:1])))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
 def grouped(q, cache, block_tables, query_lens, seq_lens, scoring):
@@ -92,16 +97,17 @@ class Pool:
         seq_lens = [len(self.sequences[index][1]) for index in query_lens]
         return padded, torch.tensor(list(query_lens.values())), torch.tensor(seq_lens)
 
-    def check(self, group, query_lens, window=None):
+    def check(self, group, query_lens, window=None, sinks=None):
         """Compare paged attention with plain attention for {sequence: queries}, in this order."""
         q = self.random(sum(query_lens.values()), group * self.kv_heads, self.head_dim)
         expected = [
-            attention(rows, *self.sequences[index][1:], window)
+            attention(rows, *self.sequences[index][1:], window, sinks=sinks)
             for index, rows in zip(query_lens, q.split(list(query_lens.values())), strict=True)
         ]
         tolerance = TOLERANCE[self.dtype]
         for paged_attention in (reference.paged_attention, grouped):
-            out = paged_attention(q, self.cache, *self.metadata(query_lens), Scoring(window, kv_scales=self.scales))
+            scoring = Scoring(window, kv_scales=self.scales, sinks=sinks)
+            out = paged_attention(q, self.cache, *self.metadata(query_lens), scoring)
             torch.testing.assert_close(out, torch.cat(expected), rtol=tolerance, atol=tolerance)
             assert out.is_contiguous()
 
@@ -170,6 +176,11 @@ class TestBatches:
     def test_chunks_only(self, window):
         pool = Pool(3, 16, 8, torch.float64)
         pool.check(2, {pool.add(12): 12, pool.add(40): 2, pool.add(17): 16}, window)
+
+    def test_sinks(self, window):
+        pool = Pool(2, 16, 8, torch.float64)
+        lengths = {pool.add(1): 1, pool.add(20): 1, pool.add(9): 9, pool.add(30): 4, pool.add(29): 4}
+        pool.check(3, lengths, window, sinks=torch.linspace(-3, 8, 6, dtype=torch.float64))
 
     def test_pages_shared_by_decodes_and_chunks(self, window):
         pool = Pool(2, 16, 8, torch.float64)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 
@@ -42,12 +43,12 @@ def attention_of(tables, query_lens, seq_lens, num_splits) -> kernels.TritonAtte
     return kernels.TritonAttention(NO_SLOTS, tables, *lengths, num_decodes, max(query_lens), num_splits, num_splits)
 
 
-def attended(q, k, v, window=None, scale=None, softcap=0.0):
+def attended(q, k, v, window=None, scale=None, softcap=0.0, sinks=None):
     """In float64."""
-    return plain_attention(q.double(), k.double(), v.double(), window, scale, softcap)
+    return plain_attention(q.double(), k.double(), v.double(), window, scale, softcap, sinks)
 
 
-def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, padding=0, scale=None):
+def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, padding=0, scale=None, sinks=None):
     """Run {sequence: number of its last tokens that are queries} by the kernels; `padding` more rows of no sequence."""
     query_lens = dict(sorted(query_lens.items(), key=lambda item: item[1] > 1))
     tables, counts, seq_lens = pool.metadata(query_lens)
@@ -57,16 +58,17 @@ def check(pool, group, query_lens, window=None, softcap=0.0, num_splits=1, paddi
         tables = torch.cat((tables, torch.zeros(padding, tables.shape[1], dtype=tables.dtype)))
         counts, seq_lens = torch.cat((counts, torch.ones(padding))), torch.cat((seq_lens, torch.zeros(padding)))
     attention = attention_of(tables.to(DEVICE), counts.int().tolist(), seq_lens.int().tolist(), num_splits)
-    scoring = reference.Scoring(window, scale, softcap, pool.scales)
+    on_device = None if sinks is None else sinks.to(DEVICE)
+    scoring = reference.Scoring(window, scale, softcap, pool.scales, on_device)
     out = attention.attend(q.to(DEVICE), pool.cache.to(DEVICE), scoring).cpu()
     assert out.dtype == q.dtype
     if not padding:
-        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, scoring)
+        plain = reference.paged_attention(q, pool.cache, tables, counts, seq_lens, replace(scoring, sinks=sinks))
         assert (out - plain).abs().max() / plain.abs().max() < 2 * TOLERANCE[pool.dtype]
     rows = q.split([*query_lens.values(), *[1] * padding])
     for index, q_rows, out_rows in zip(query_lens, rows, out.split(list(map(len, rows))), strict=False):
         _, k, v = pool.sequences[index]
-        expected = attended(q_rows, k, v, window, scale, softcap)
+        expected = attended(q_rows, k, v, window, scale, softcap, sinks)
         error = (out_rows.double() - expected).abs().max() / expected.abs().max()
         assert error < TOLERANCE[pool.dtype], (index, error)
     assert not out[len(out) - padding :].any()
@@ -181,6 +183,16 @@ def test_softcap(softcap):
     decodes, whole, _ = mixed(pool, [3, 20])
     check(pool, 2, decodes | whole, softcap=softcap, num_splits=2)
     check(pool, 2, decodes | whole, 11, softcap, num_splits=2, scale=0.4)
+
+
+@pytest.mark.usefixtures("poisoned", "small_splits")
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (1, 20), (3, None), (8, 20)], ids=str)
+def test_sinks(num_splits, window):
+    """A sink counts once, however many splits there are, and pads no row. Its dtype is that of the weights."""
+    pool, sinks = Pool(2, 256, 16, torch.float32, num_blocks=60), torch.linspace(-3, 8, 6).half()  # tiles of 16 tokens
+    decodes, whole, chunks = mixed(pool, [1, 17, 60])
+    check(pool, 3, decodes | whole | chunks, window, num_splits=num_splits, scale=0.3, sinks=sinks)
+    check(pool, 3, decodes, window, softcap=5.0, num_splits=num_splits, padding=2, sinks=sinks)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])

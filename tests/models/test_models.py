@@ -83,6 +83,14 @@ WINDOWS = {
         },
     ),
     "phi3, window": ("phi3", {"sliding_window": 9}),
+    "gpt_oss, window by layer type": (
+        "gpt_oss",
+        {
+            "sliding_window": 5,
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     "olmo3, window by layer type": (
         "olmo3",
         {
@@ -129,6 +137,7 @@ ROPES = {
             "num_hidden_layers": 4,
         },
     ),
+    "gpt_oss, yarn with truncation": ("gpt_oss", stretched("yarn", beta_fast=8.0, truncate=True)),
     "smollm3, rope theta": ("smollm3", rope("default") | {"num_hidden_layers": 4}),
     "smollm3, yarn": ("smollm3", stretched("yarn") | {"num_hidden_layers": 4}),
     "phi3, partial rope": ("phi3", rope("default", partial_rotary_factor=0.75)),
@@ -182,6 +191,8 @@ OPTIONS = {
     "smollm3, another interval": ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 3}),
     "smollm3, more flags than layers": ("smollm3", {"num_hidden_layers": 4, "no_rope_layers": [0, 1, 1, 0, 1, 1]}),
     "smollm3, gelu": ("smollm3", {"num_hidden_layers": 4, "hidden_act": "gelu"}),
+    "gpt_oss, activation": ("gpt_oss", {"swiglu_alpha": 0.5, "swiglu_limit": 0.8}),
+    "gpt_oss, a rope that is not stretched": ("gpt_oss", rope("default")),
     "llama, gelu": ("llama", {"hidden_act": "gelu"}),
     "llama, relu2": ("llama", {"hidden_act": "relu2"}),
     "qwen3, gelu_pytorch_tanh": ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}),
@@ -193,6 +204,11 @@ EXPERTS = {
         {"num_local_experts": 8, "num_experts_per_tok": 3, "tie_word_embeddings": True},
     ),
     "granitemoehybrid, experts": ("granitemoehybrid", {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "gpt_oss": ("gpt_oss", {}),
+    "gpt_oss, one expert, without biases, MHA, tied": (
+        "gpt_oss",
+        {"num_experts_per_tok": 1, "attention_bias": False, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe, normalized, without biases, window": (
         "qwen2_moe",

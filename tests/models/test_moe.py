@@ -173,6 +173,28 @@ def test_experts_of_a_gpu_compute_the_same(tmp_path, family, fused):
         assert_all_close(paged.run(everything_at_once), expected)
 
 
+def test_experts_with_biases(tmp_path):
+    """Of GPT-OSS: fused for a GPU, of a pipeline stage, in tiles, and with random weights."""
+    hf_model, sequences = save(tmp_path, "gpt_oss", True), random_tokens([2, 9, 33])
+    expected, config = reference_logits(hf_model, sequences), loader.read_config(tmp_path)
+    paged = Paged(tmp_path, sequences, group=True)
+    assert {type(module.experts) for module in mixtures_of(paged.model)} == {GroupedExperts}
+    assert_all_close(paged.run(everything_at_once), expected)
+    whole = loader.slots(paged.model)
+    for how in (loader.Loading(part=Part(0, 1, 1, 2)), loader.Loading(part=Part(0, 1, 1, 2), group=True)):
+        stage = loader.slots(loader.load_model(tmp_path, config, torch.float32, CPU, how))
+        assert len(stage) > 10 and all(torch.equal(stage[name], whole[name]) for name in stage)
+    tiled, exact = torch.cat(Paged(tmp_path, sequences, tiles="int8").run(everything_at_once)), torch.cat(expected)
+    assert (tiled - exact).abs().median() < 0.1 * exact.std()
+    separate, fused = (
+        loader.slots(loader.load_model(tmp_path, config, torch.float32, CPU, loader.Loading("dummy", group=group)))
+        for group in (False, True)
+    )
+    assert separate.keys() == fused.keys() and all(torch.equal(separate[name], fused[name]) for name in separate)
+    with pytest.raises(ValueError, match="GptOssForCausalLM: its experts have biases"):
+        Part(0, 2).model(config)
+
+
 @ALL
 @pytest.mark.parametrize("part", [Part(1, 2), Part(1, 2, 0, 1, True), Part(0, 2, 1, 2, True)], ids=str)
 def test_parts_of_fused_tensors_are_those_of_separate_ones(tmp_path, family, part):

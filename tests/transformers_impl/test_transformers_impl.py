@@ -127,7 +127,6 @@ REFUSED = {
     "gpt_neo": ("GPTNeoForCausalLM", {}, "its attention does not use transformers' AttentionInterface"),
     "xglm": ("XGLMForCausalLM", {"num_layers": 2}, "its layers do not use transformers' AttentionInterface"),
     "diffllama": ("DiffLlamaForCausalLM", SHORT, "or not once each in order"),
-    "gpt_oss": ("GptOssForCausalLM", SHORT | {"num_local_experts": 4}, "its attention takes s_aux"),
     "minicpm3": ("MiniCPM3ForCausalLM", SHORT, "its q, k and v are not one head_dim wide"),
     "doge": ("DogeForCausalLM", SHORT | {"num_experts": 64}, "its attention has a mask or a bias of its own"),
     "jamba": ("JambaForCausalLM", {"num_hidden_layers": 8, "num_experts": 2}, "it keeps a state besides K and V"),

@@ -1,0 +1,95 @@
+"""GPT-OSS (OpenAI 2025): attention with sinks, windows in every other layer, and experts with biases.
+
+The activation of experts is clamped, and their gate and up projections alternate. Checkpoints have the matrices of
+experts as MXFP4 (quantization/mxfp4.py), or as floats, transposed.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanopage.checks.fields import Fields, read_dtype
+from nanopage.config.model import ModelConfig
+from nanopage.config.rope import read_rope
+from nanopage.experts.config import read_experts
+from nanopage.experts.moe import MixtureOfExperts
+from nanopage.families.gemma2 import window_pattern
+from nanopage.layers.attention import Scoring
+from nanopage.layers.linear import Linear
+from nanopage.layers.mlp import MLP, clamped_swiglu
+from nanopage.models.decoder import DecoderLayer, SelfAttention
+
+ARCHITECTURES = ("GptOssForCausalLM",)
+GGUF_ARCHITECTURE = None  # GGUF files are not read
+GGUF_TENSORS: dict[str, str] = {}
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    num_layers, num_chosen = fields.size("num_hidden_layers"), fields.size("num_experts_per_tok", 4)
+    experts = read_experts(fields, fields.size("num_local_experts", 128), num_chosen, fields.size("intermediate_size"))
+    kinds = fields.values.get("layer_types") or window_pattern(num_layers, every=2)
+    scaling = fields.values.get("rope_scaling") or YARN
+    completed = replace(fields, values={"torch_dtype": "bfloat16"} | fields.values | {"rope_scaling": scaling})
+    return {
+        "dtype": read_dtype(completed),
+        "num_kv_heads": fields.size("num_key_value_heads", 8),
+        "head_dim": fields.size("head_dim", 64),
+        "attention_bias": fields.flag("attention_bias", True),
+        "sliding_windows": fields.windows(num_layers, 128, kinds=kinds),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
+        "rope": read_rope(completed, default_theta=150000.0),
+        "experts": replace(experts, swiglu=(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))),
+        "undivided": "its experts have biases",
+    }
+
+
+def rename(name: str, config: ModelConfig) -> str:
+    """The name of a checkpoint's tensor in this model."""
+    return name.replace(".mlp.router.", ".mlp.gate.")
+
+
+def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    assert config.experts is not None and config.experts.swiglu is not None
+    expert = partial(GptOssExpert, swiglu=config.experts.swiglu)
+    mixture = MixtureOfExperts(config.hidden_size, config.experts, expert)
+    mixture.gate.bias = nn.Parameter(torch.empty(config.experts.num_experts))
+    return DecoderLayer(config, GptOssAttention(config, index), mixture)
+
+
+class GptOssAttention(SelfAttention):
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index, config.attention_bias, config.attention_bias)
+        self.sinks = nn.Parameter(torch.empty(self.num_heads))
+
+    @property
+    def scoring(self) -> Scoring:
+        return replace(self._scoring, sinks=self.sinks)
+
+    @scoring.setter
+    def scoring(self, scoring: Scoring) -> None:
+        self._scoring = scoring
+
+
+class TransposedLinear(Linear):
+    """Its matrix is transposed in files, where the parts divide the inputs."""
+
+    def slots(self, parameter: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self.parts, parameter.t().chunk(len(self.parts)), strict=True))
+
+
+class GptOssExpert(MLP):
+    """Rows of gate_up_proj alternate between gate and up."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, swiglu: tuple[float, float]):
+        super().__init__(hidden_size, intermediate_size)
+        self.gate_up_proj = TransposedLinear(hidden_size, self.gate_up_proj.parts, bias=True)
+        self.down_proj = TransposedLinear(intermediate_size, hidden_size, bias=True)
+        self.swiglu = swiglu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(clamped_swiglu(self.gate_up_proj(x), *self.swiglu))
