@@ -68,9 +68,13 @@ class Part:
             for experts in [module for module in model.modules() if isinstance(module, Experts)]:
                 experts.keep(self.tp_rank, self.tp_size)
         if self.tp_rank:
-            for _, module in sums(model, whole):
+            divided: list[Any] = [module for _, module in sums(model, whole)]
+            for module in divided:
                 if isinstance(module, Linear):
                     module.bias = None  # the first worker adds it
+                elif not self.expert_parallel:
+                    for expert in module.experts:
+                        expert.down_proj.bias = None
         return model
 
     def _divided(self, whole: ModelConfig) -> ModelConfig:

@@ -44,7 +44,6 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
         "rope": read_rope(completed, default_theta=150000.0),
         "experts": replace(experts, swiglu=(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))),
-        "undivided": "its experts have biases",
     }
 
 
@@ -76,10 +75,12 @@ class GptOssAttention(SelfAttention):
 
 
 class TransposedLinear(Linear):
-    """Its matrix is transposed in files, where the parts divide the inputs."""
+    """Its matrix is transposed in files, where the parts divide the inputs. Its bias has no parts."""
 
     def slots(self, parameter: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self.parts, parameter.t().chunk(len(self.parts)), strict=True))
+        if parameter.dim() == 1:
+            return {"": parameter}
+        return dict(zip(self.parts, parameter.T.chunk(len(self.parts)), strict=True))
 
 
 class GptOssExpert(MLP):

@@ -127,8 +127,8 @@ def as_tensor(data: memoryview | bytearray, dtype: str, shape: tuple[int, ...]) 
 def parts_of(stored: StoredTensor) -> list[tuple[str, int, tuple[int, ...]]]:
     """What a stored tensor consists of: itself, or the matrices of each expert, which transformers 5 may have fused:
     gate_up_proj [experts, 2 * intermediate_size, hidden_size] and down_proj [experts, hidden_size, intermediate_size].
-    Their biases lack the last dimension. GPT-OSS has transposed matrices, which are divided in the same way. Granite
-    has other names for them.
+    GPT-OSS also has their biases, which lack the last dimension. Its matrices are transposed, but divided all the same.
+    Granite has other names for them.
 
     Returns: for each part its name, how many rows of all experts are before it, and its shape.
     """
@@ -137,14 +137,15 @@ def parts_of(stored: StoredTensor) -> list[tuple[str, int, tuple[int, ...]]]:
     shape, match = stored.shape, FUSED_EXPERTS.fullmatch(name)
     if match is None or len(shape) != (2 if match[3] else 3) or shape[0] > MAX_FUSED_EXPERTS:
         return [(stored.name, 0, shape)]
-    kinds = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
-    num_rows, weight = shape[1] // len(kinds), "bias" if match[3] else "weight"
-    if num_rows * len(kinds) != shape[1]:
+    kind = "bias" if match[3] else "weight"
+    parts = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" and not match[3] else (match[2],)
+    num_rows = shape[1] // len(parts)
+    if num_rows * len(parts) != shape[1]:
         return [(stored.name, 0, shape)]
     return [
-        (f"{match[1]}.{expert}.{kind}.{weight}", expert * shape[1] + index * num_rows, (num_rows, *shape[2:]))
+        (f"{match[1]}.{expert}.{part}.{kind}", expert * shape[1] + index * num_rows, (num_rows, *shape[2:]))
         for expert in range(shape[0])
-        for index, kind in enumerate(kinds)
+        for index, part in enumerate(parts)
     ]
 
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from io import FileIO
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -66,11 +67,11 @@ def dequantized(stored: list[StoredTensor], wanted: Container[str]) -> Iterator[
             if blocks is None or scales is None:
                 raise ValueError(f"{named[f'{matrix}_blocks'].file} has changed while it was read")
             names, num_experts = [*parts], blocks[1].tensor.shape[0]
-            for expert in range(num_experts if names[0] in wanted else 0):
-                of_expert = names[expert * len(names) // num_experts :][: len(names) // num_experts]
-                weight = dequantize(read_expert(*blocks, expert), read_expert(*scales, expert)).T
-                for name, rows in zip(of_expert, weight.chunk(len(of_expert)), strict=True):
-                    yield name, 0, rows
+            each = len(names) // num_experts
+            for expert in range(num_experts):
+                if names[expert * each] in wanted:
+                    weight = dequantize(read_expert(*blocks, expert), read_expert(*scales, expert)).T
+                    yield from zip(names[expert * each :], repeat(0, each), weight.chunk(each), strict=False)
 
 
 def read_expert(content: FileIO, entry: StoredBytes, expert: int) -> Tensor:

@@ -62,7 +62,7 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield f"{option}, but the weights of {path} {kind}"
     if has and config.quantize_to:
         yield f"{option}, but the weights of {path} already are ({has})"
-    if has and tp_size > 1:
+    if has and has != "mxfp4" and tp_size > 1:
         yield (
             f"tensor_parallel_size={tp_size} does not divide quantized weights, and those of {path} are ({has}): use "
             "pipeline_parallel_size"

@@ -130,7 +130,7 @@ def load_model(
         else:
             pieces = _read(checkpoint, names, _wanted(model), slices)
         if names and config.quantization is not None and config.quantization.method == "mxfp4":
-            pieces = chain(pieces, mxfp4.dequantized([*names], _wanted(model)))
+            pieces = chain(pieces, _sliced(mxfp4.dequantized([*names], _wanted(model)), slices))
         elif names and how.keep_integers is None and config.quantization is not None:
             pieces = chain(pieces, quantized_checkpoint.dequantized(model, [*names], config.quantization))
         materialize(model, dtype, torch.device("cpu") if how.on_host else device, for_use=not how.on_host)

@@ -159,11 +159,12 @@ STAGES = COLUMNS | {"pipeline_parallel_size": 2, "enable_expert_parallel": True}
     ("name", "config", "divisions"),
     [
         ("mixtral", {"num_local_experts": 6}, [COLUMNS, WHOLE_EXPERTS]),
+        ("gpt_oss", {"num_local_experts": 6, "intermediate_size": 18}, [COLUMNS, STAGES]),
         ("qwen2_moe", {"shared_expert_intermediate_size": 30, "moe_intermediate_size": 12}, [COLUMNS, STAGES]),
         ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [1]}, [WHOLE_EXPERTS]),
         ("deepseek_v3", {"moe_intermediate_size": 12, "n_routed_experts": 12}, [WHOLE_EXPERTS, STAGES]),
     ],
-    ids=["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"],
+    ids=["mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "deepseek_v3"],
 )
 def test_experts_may_be_divided(tmp_path, name, config, divisions):
     """Their columns, or, with enable_expert_parallel, whole experts; also in stages. Each worker has the latent vector

@@ -180,7 +180,7 @@ def test_experts_with_biases(tmp_path):
     paged = Paged(tmp_path, sequences, group=True)
     assert {type(module.experts) for module in mixtures_of(paged.model)} == {GroupedExperts}
     assert_all_close(paged.run(everything_at_once), expected)
-    whole = loader.slots(paged.model)
+    whole = loader.slots(paged.model)  # test_parallel.py divides layers
     for how in (loader.Loading(part=Part(0, 1, 1, 2)), loader.Loading(part=Part(0, 1, 1, 2), group=True)):
         stage = loader.slots(loader.load_model(tmp_path, config, torch.float32, CPU, how))
         assert len(stage) > 10 and all(torch.equal(stage[name], whole[name]) for name in stage)
@@ -191,8 +191,6 @@ def test_experts_with_biases(tmp_path):
         for group in (False, True)
     )
     assert separate.keys() == fused.keys() and all(torch.equal(separate[name], fused[name]) for name in separate)
-    with pytest.raises(ValueError, match="GptOssForCausalLM: its experts have biases"):
-        Part(0, 2).model(config)
 
 
 @ALL

@@ -64,7 +64,7 @@ def test_logits_are_those_of_the_same_numbers_as_floats(checkpoint, group):
     steps = {index: len(tokens) for index, tokens in enumerate(sequences)}
     paged.step(steps)
     assert_all_close(paged.logits, reference_logits(hf_model, sequences))
-    for part in (Part(), Part(0, 1, 1, 2)):
+    for part in (Part(), Part(0, 1, 1, 2), Part(1, 2), Part(1, 2, 0, 1, True)):
         how = loader.Loading(group=group, part=part)
         floats, ours = (
             loader.slots(loader.load_model(path, loader.read_config(path), torch.bfloat16, CPU, how))
@@ -91,7 +91,6 @@ def test_an_engine_says_what_it_does(checkpoint, caplog):
     [
         ({"quantization": "int8"}, r"quantization='int8', but the weights of .* already are \(mxfp4\)"),
         ({"quantization": "awq"}, r"quantization='awq', but the weights of .* are quantized by mxfp4"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 does not divide quantized weights"),
         ({"enable_lora": True}, "enable_lora does not work with the experts of"),
         ({"load_format": "dummy"}, "load_format='dummy' draws weights that are not quantized"),
     ],
