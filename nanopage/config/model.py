@@ -40,9 +40,8 @@ class ExpertsConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether experts are chosen by a softmax alone, and have the model's activation and no biases, as in the
-        compiled code of a CPU."""
-        return self.swiglu is None and not self.corrected and self.groups[0] == 1 and self.scaling == 1
+        """Whether experts are chosen by a softmax alone, as the compiled code of a CPU does."""
+        return not self.corrected and self.groups[0] == 1 and self.scaling == 1
 
 
 @dataclass(frozen=True)

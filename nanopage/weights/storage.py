@@ -68,7 +68,8 @@ def joins_experts(setup: Setup) -> bool:
     chooses experts by a softmax alone, and has one activation."""
     config, experts = setup.config, setup.model_config.experts
     divided_or_adapted = config.tensor_parallel_size > 1 or config.enable_lora
-    return not setup.on_gpu and experts is not None and experts.is_plain and not divided_or_adapted
+    plain = experts is not None and experts.is_plain and experts.swiglu is None
+    return plain and not setup.on_gpu and not divided_or_adapted
 
 
 def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProduct | None) -> Storage:
