@@ -132,10 +132,11 @@ def tiny_hf_model(
         fields |= {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7}
     if family in ("qwen2_moe", "qwen3_moe"):
         fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-    if family.startswith("deepseek"):
+    if family.startswith("deepseek") or family == "glm4_moe_lite":
         fields |= {"num_key_value_heads": 4, "q_lora_rank": 40, "kv_lora_rank": 24, "qk_rope_head_dim": 8}
         fields |= {"qk_nope_head_dim": 16, "v_head_dim": 20, "n_routed_experts": 8, "num_experts_per_tok": 3}
-        fields |= {"moe_intermediate_size": 40, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2}
+        fields |= {"moe_intermediate_size": 40, "first_k_dense_replace": 1}
+        fields |= {"n_group": 4, "topk_group": 2} if family.startswith("deepseek") else {}
     if family == "qwen2_moe":
         fields["shared_expert_intermediate_size"] = 48
     config = AutoConfig.for_model(family, **fields | config_overrides)

@@ -28,8 +28,8 @@ SIZES = {  # of DeepSeek-V3's attention
 
 
 def config_of(family="deepseek_v3", **changes):
-    fields = tiny_hf_model(family).config.to_dict() | {"architectures": [f"DeepseekV{family[-1]}ForCausalLM"]}
-    return config_from_dict(fields | changes)
+    model = tiny_hf_model(family)
+    return config_from_dict(model.config.to_dict() | {"architectures": [type(model).__name__]} | changes)
 
 
 def test_a_token_takes_the_memory_of_one_vector(tmp_path):
@@ -60,6 +60,8 @@ def test_a_token_takes_the_memory_of_one_vector(tmp_path):
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; supported: 1"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported"),
         ("deepseek_v3", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported with experts"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types .* is not supported for 2 layers"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace 2 is not supported; supported: 1"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported; supported: False"),
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias True is not supported"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": None}, "n_group must be a positive integer"),

@@ -1,0 +1,35 @@
+"""GLM-4.7-Flash (Zhipu AI 2026): DeepSeek-V3's layer under other defaults. `mlp_layer_types` says which layers have a
+mixture of experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from nanopage.checks.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.families import deepseek
+from nanopage.families.deepseek import rename  # noqa: F401 (of tensors)
+from nanopage.files.model_files import shown
+from nanopage.models.decoder import DecoderLayer
+
+ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
+GGUF_ARCHITECTURE = ""  # not supported, as in deepseek.py
+GGUF_TENSORS: dict[str, str] = {}
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in deepseek.py."""
+    num_layers, first = fields.size("num_hidden_layers"), fields.values.get("first_k_dense_replace", 1)
+    kinds = fields.values.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
+    known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+    if not known or len(kinds) != num_layers:
+        raise fields.error("mlp_layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
+    if first != 1:  # transformers reads mlp_layer_types only
+        raise fields.error("first_k_dense_replace", f"{shown(first)} is not supported; supported: 1")
+    fields = Fields(fields.values | {"first_k_dense_replace": first}, fields.source)
+    special = deepseek.read_config(fields, "DeepseekV3ForCausalLM")
+    experts = replace(special["experts"], layers=tuple(kind == "sparse" for kind in kinds))
+    return special | {"experts": experts, "rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}
+
+
+def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    return deepseek.make_layer(config, index)
