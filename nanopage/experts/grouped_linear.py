@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanopage.experts.activation import clamped_swiglu
 from nanopage.kernels.paged_attention import architecture_of
-from nanopage.layers.mlp import clamped_swiglu
 
 VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_chosen"]}
 

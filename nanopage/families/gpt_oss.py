@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from nanopage.checks.fields import Fields, read_dtype
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import read_rope
+from nanopage.experts.activation import clamped_swiglu
 from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts
 from nanopage.families.gemma2 import window_pattern
 from nanopage.layers.attention import Scoring
 from nanopage.layers.linear import Linear
-from nanopage.layers.mlp import MLP, clamped_swiglu
+from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("GptOssForCausalLM",)

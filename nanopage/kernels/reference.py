@@ -80,8 +80,8 @@ def paged_attention(
             scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
         scores = scores.masked_fill(hidden, -torch.inf)
         if scoring.sinks is not None:
-            sinks = scoring.sinks.to(q.dtype).view(num_kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat((scores, sinks), -1)
+            sinks = scoring.sinks.to(q.dtype).view(num_kv_heads, -1, 1, 1)
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:3], 1)), -1)
         weights = scores.softmax(-1)[..., :length]
         outputs.append(v_scale * torch.einsum("hgqk,hkd->qhgd", weights, v).flatten(1, 2))
     return torch.cat(outputs)

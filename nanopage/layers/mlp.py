@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,12 +12,6 @@ from nanopage.layers.linear import Linear
 def relu2(x: Tensor) -> Tensor:
     """Squared ReLU (So et al. 2021)."""
     return F.relu(x).square()
-
-
-def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """SwiGLU of GPT-OSS: gate * sigmoid(alpha * gate) * (up + 1), where gate and up alternate, and are clamped."""
-    gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
-    return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
 # The keys are names in config.json: checks.fields.ACTIVATIONS.

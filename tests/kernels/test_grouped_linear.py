@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanopage.experts.activation import clamped_swiglu
 from nanopage.experts.grouped_linear import group, grouped_options, most_blocks
-from nanopage.layers.mlp import clamped_swiglu
 
 ROOT = Path(__file__).parents[2]
 ALL_KERNELS = os.environ.get("NANOPAGE_ALL_KERNELS", "0") != "0"

@@ -60,6 +60,7 @@ FAMILIES = {
     "mixtral": {},
     "qwen2_moe": {"decoder_sparse_step": 2},
     "qwen3_moe": {},
+    "gpt_oss": {"sliding_window": 20},
 }
 
 
@@ -167,7 +168,7 @@ def differences(ours, theirs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_bfloat16(family, tmp_path):
     """Experts may be others where rounding decides, and then a token's log-probability is another."""
     model = tiny_model(tmp_path, family)

@@ -37,14 +37,21 @@ def test_nothing_is_compiled_after_the_warm_up_and_logits_are_the_same(family, t
     assert_all_close(paged.logits, reference_logits(hf_model.double(), sequences), 1e-5)
 
 
-def test_layers_with_experts_are_compiled_apart_from_those_without(tmp_path, compiled_graphs):
+@pytest.mark.parametrize(
+    ("family", "options", "num_graphs"),
+    [("qwen3_moe", {"mlp_only_layers": [0]}, 10), *([("gpt_oss", {}, 8)] if LONG else [])],
+)
+def test_layers_with_experts_are_compiled_apart_from_those_without(
+    tmp_path, compiled_graphs, family, options, num_graphs
+):
     """In float32, which the kernel of experts multiplies."""
-    hf_model = tiny_hf_model("qwen3_moe", num_hidden_layers=4, mlp_only_layers=[0], hidden_size=32)
+    hf_model = tiny_hf_model(family, num_hidden_layers=4, hidden_size=32, **options)
     hf_model.save_pretrained(tmp_path)
     paged = Paged(tmp_path, random_tokens([9, 4]), group=True)
     config = loader.read_config(tmp_path)
     paged.way.model = compile_pieces(paged.model, config, torch.float32, CPU)
-    assert len(compiled_graphs) == 10  # two kinds of between: after the plain layer, and after one with experts
+    # With a plain layer, there are two kinds of between: after that layer, and after one with experts.
+    assert len(compiled_graphs) == num_graphs
     with torch.compiler.set_stance("fail_on_recompile"):
         for step in ({0: 8, 1: 4}, {0: 1}):
             paged.step(step)
