@@ -53,10 +53,12 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
     """
     fields = Fields(config, source)
     name, architecture, family = _find_family(fields)
+    if hasattr(family, "text_fields"):
+        fields = family.text_fields(fields)
     special = _read_family(fields, architecture, family)
     pooling = None
     if name.endswith("ForSequenceClassification"):
-        pooling = read_classifier(config, source, fields.num_labels())
+        pooling = read_classifier(fields.values, source, fields.num_labels())
     elif name.endswith("Model"):
         pooling = PoolingConfig()
     if pooling is not None and "type_vocab_size" in special:  # an encoder
@@ -64,7 +66,7 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
     else:
         _check_causal(fields)
     quantization = None
-    if config.get("quantization_config") is not None:
+    if fields.values.get("quantization_config") is not None:
         stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
         quantization = StoredQuantization.from_fields(stored, "experts" in special)
         if quantization.method == "mxfp4" and not (special.get("experts") and special["experts"].swiglu):

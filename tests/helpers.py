@@ -111,6 +111,13 @@ def tiny_hf_model(
         fields["head_dim"] = 32  # its default is 128 or 256
     if family.startswith("gemma"):  # as in real models: head_dim, and a window in some layers
         fields |= {"query_pre_attn_scalar": 32, "sliding_window": 7}
+    if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+        fields |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 32}
+        fields |= {"linear_num_key_heads": 2, "linear_key_head_dim": 6}
+        fields |= {"linear_num_value_heads": 4, "linear_value_head_dim": 10}
+    if family in ("qwen3_next", "qwen3_5_moe_text"):
+        fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+        fields["shared_expert_intermediate_size"] = 48
     if family in ("phi3", "smollm3", "lfm2"):
         fields["pad_token_id"] = None  # its default is not in the vocabulary
     if family == "lfm2":

@@ -55,4 +55,4 @@ def make_mlp(config: ModelConfig, index: int) -> MixtureOfExperts | MLP:
     """The mixture of experts of a layer, or its plain feed-forward layer."""
     if config.experts is not None and config.experts.layers[index]:
         return MixtureOfExperts(config.hidden_size, config.experts)
-    return MLP(config.hidden_size, config.intermediate_size)
+    return MLP(config.hidden_size, config.intermediate_size, activation=config.activation)

@@ -9,6 +9,7 @@ GPTQ checkpoint, become floats, or they are placed as they are before the rest i
 """
 
 import hashlib
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,6 +36,7 @@ from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.read_config import config_from_directory
 from nanopage.weights.allocation import all_finite, materialize
 
+logger = logging.getLogger("nanopage")
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint
 DUMMY_STD = 0.02  # the usual initializer_range
 # The types that weights may have in a safetensors file. Types of 8 bits and less need scales, which we do not apply.
@@ -151,7 +153,10 @@ def _check(checkpoint: Checkpoint, whole: Decoder, config: ModelConfig) -> dict[
         if config.pooling.answers is None:
             names = {tensor: name for tensor, name in names.items() if name != "lm_head.weight"}
     if (rename := getattr(family_of(config), "rename", None)) is not None:
-        names = {tensor: new for tensor, name in names.items() if (new := rename(name, config)) is not None}
+        renamed = {tensor: new for tensor, name in names.items() if (new := rename(name, config)) is not None}
+        if unused := [tensor.name for tensor in names if tensor not in renamed]:
+            logger.info(f"{path_of(checkpoint)}: {len(unused)} tensors are not used, such as {shown(unused[0])}")
+        names = renamed
     if len({*names.values()}) < len(names):
         raise ValueError(f"{path_of(checkpoint)} has tensors with the same name, with and without a prefix")
     wanted, stored = slots(whole), [replace(tensor, name=name) for tensor, name in names.items()]

@@ -28,6 +28,11 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
@@ -593,6 +598,17 @@ PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_k
             for wrong in ({"short_factor": [1.0] * 3}, {"long_factor": None}, {"long_factor": [1.0, 1.0, 1.0, 0.0]})
         ),
         (LLAMA | {"rope_scaling": {"type": "default", "mrope_section": [1, 1, 2]}}, "mrope"),
+        (of_family("Qwen3NextForCausalLM", layer_types=["linear_attention"] * 3), "layer_types"),
+        (of_family("Qwen3NextForCausalLM", layer_types=["conv"] * 4), "layer_types"),
+        (of_family("Qwen3NextForCausalLM", layer_types=4), "layer_types"),
+        (of_family("Qwen3NextForCausalLM", linear_num_value_heads=24), "linear_num_value_heads 24 is not a multiple"),
+        (of_family("Qwen3NextForCausalLM", linear_conv_kernel_dim=0), "linear_conv_kernel_dim"),
+        (of_family("Qwen3NextForCausalLM", attn_output_gate=False), "attn_output_gate false"),
+        (of_family("Qwen3NextForCausalLM", rope_scaling={"type": "default", "mrope_section": [1, 1, 2]}), "mrope"),
+        (of_family("Qwen3NextForCausalLM", hidden_act="gelu"), "hidden_act"),
+        (of_family("Qwen3NextForCausalLM", num_experts=0), "num_experts"),
+        (of_family("Qwen3_5ForConditionalGeneration", text_config=[]), "text_config"),
+        (of_family("Qwen3_5ForConditionalGeneration", text_config={"hidden_size": "64"}), "hidden_size"),
     ],
 )
 def test_a_field_of_a_family_that_is_not_supported_is_named(config, named):
@@ -841,6 +857,8 @@ def test_sizes_have_bounds(name):
         config |= {"num_attention_heads": most}
     if name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"):
         config |= {"architectures": ["Qwen2MoeForCausalLM"], "num_experts": 2**12}
+    if name.startswith(("linear_", "full_attention_")):
+        config |= {"architectures": ["Qwen3_5ForCausalLM"], "linear_num_value_heads": 2**12}
     if name in ("num_local_experts", "decoder_sparse_step"):
         config |= {"architectures": ["MixtralForCausalLM"]}
     config_from_dict(config | {name: most})

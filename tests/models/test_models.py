@@ -19,7 +19,8 @@ from helpers import (
     tiny_hf_model,
     tiny_model,
 )
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from nanopage import models
 from nanopage.config.rope import UNROTATED
@@ -140,6 +141,11 @@ ROPES = {
     "gpt_oss, yarn with truncation": ("gpt_oss", stretched("yarn", beta_fast=8.0, truncate=True)),
     "smollm3, rope theta": ("smollm3", rope("default") | {"num_hidden_layers": 4}),
     "smollm3, yarn": ("smollm3", stretched("yarn") | {"num_hidden_layers": 4}),
+    "qwen3_5, mrope and partial rope": (
+        "qwen3_5_text",
+        rope("default", partial_rotary_factor=0.5, mrope_section=[4, 2, 2], mrope_interleaved=True),
+    ),
+    "qwen3_next, linear rope": ("qwen3_next", rope("linear", factor=8.0, partial_rotary_factor=1.0)),
     "phi3, partial rope": ("phi3", rope("default", partial_rotary_factor=0.75)),
     "phi3, long factors": ("phi3", longrope(6) | {"max_position_embeddings": 160}),
     "phi3, short factors": ("phi3", longrope(1024)),
@@ -195,9 +201,26 @@ OPTIONS = {
     "gpt_oss, a rope that is not stretched": ("gpt_oss", rope("default")),
     "llama, gelu": ("llama", {"hidden_act": "gelu"}),
     "llama, relu2": ("llama", {"hidden_act": "relu2"}),
+    "qwen3_5, gelu": ("qwen3_5_text", {"hidden_act": "gelu"}),
     "qwen3, gelu_pytorch_tanh": ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}),
 }
 EXPERTS = {
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next, plain layers, states in several kinds, wide convolution": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": None,
+            "full_attention_interval": 5,
+            "mlp_only_layers": [1],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "linear_conv_kernel_dim": 5,
+            "linear_num_key_heads": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 6}),
     "mixtral, three of eight experts, tied": (
         "mixtral",
@@ -251,6 +274,20 @@ CASES = {
         "qwen3",
         {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 2},
     ),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5, one key head, attention bias, MHA, large eps": (
+        "qwen3_5_text",
+        {
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 1,
+            "attention_bias": True,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 0.5,
+        },
+    ),
+    "qwen3_5, only states": ("qwen3_5_text", {"layer_types": ["linear_attention"] * 2}),
+    "qwen3_5, only attention": ("qwen3_5_text", {"layer_types": ["full_attention"] * 2}),
     "gemma2": ("gemma2", {"num_hidden_layers": 3}),
     "gemma2, attention bias, not tied": ("gemma2", {"attention_bias": True}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
@@ -485,6 +522,7 @@ def test_a_family_is_a_file():
         assert all(find_family(name) is family for name in family.ARCHITECTURES)
     assert find_family("GPT2LMHeadModel") is None
     tested = {type(tiny_hf_model(name)).__name__ for name, _ in CASES.values()}
+    tested |= {f"Qwen3_5{kind}ForConditionalGeneration" for kind in ("", "Moe")}  # below
     assert tested == {name for family in decoders for name in family.ARCHITECTURES}
     others = [file for file in folder.parent.rglob("*.py") if file.parent.name not in ("models", "families")]
     for name in names:
@@ -538,6 +576,27 @@ def test_the_reference_applies_the_option_and_so_do_we(tmp_path, name):
         assert_all_close(Paged(tmp_path, sequences, make_way=packed).run(chunks_and_decodes_mixed), with_option)
     last = (with_option[-1][-1] - without[-1][-1]).abs().max()
     assert last > 0.01 * without[-1].std()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_model_of_a_checkpoint_with_a_vision_tower(tmp_path, kind, caplog):
+    """Published checkpoints of Qwen3.5 have the tensors of another predicted token, mtp.*, too."""
+    text = tiny_hf_model(f"{kind}_text", tie_word_embeddings=kind == "qwen3_5", initializer_range=0.1).config.to_dict()
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = AutoConfig.for_model(
+        kind, text_config=text, vision_config=tower, tie_word_embeddings=text["tie_word_embeddings"]
+    )
+    torch.manual_seed(0)
+    hf_model = AutoModelForImageTextToText.from_config(config).eval()
+    hf_model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in tensors)
+    save_file(tensors | {"mtp.fc.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    sequences = random_tokens(LENGTHS)
+    with caplog.at_level("INFO", "nanopage"):
+        paged = Paged(tmp_path, sequences)
+    assert "tensors are not used, such as" in caplog.text
+    assert_all_close(paged.run(chunks_and_decodes_mixed), reference_logits(hf_model, sequences))
 
 
 INT8 = ("llama", "llama, both biases, tied", "mistral, wide heads, tied", "qwen2", "qwen3")
@@ -673,13 +732,14 @@ def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
         ("llama", {"tie_word_embeddings": True}),
         ("qwen2", {}),
         ("qwen3", {}),
+        ("qwen3_5_text", {}),
         ("llama", {"mlp_bias": True}),
         ("gemma2", {"attn_logit_softcapping": 5.0}),
         ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
         ("olmo2", {}),
         ("mamba2", {}),
     ],
-    ids=["llama, tied", "qwen2", "qwen3", "llama, mlp bias", "gemma2", "gemma3", "olmo2", "mamba2"],
+    ids=["llama, tied", "qwen2", "qwen3", "qwen3_5", "llama, mlp bias", "gemma2", "gemma3", "olmo2", "mamba2"],
 )
 def test_bfloat16_with_packed_weights_is_as_close_to_float32_as_transformers_is(tmp_path, family, overrides):
     # A smaller spread of the weights than elsewhere, so that rounding does not grow from layer to layer.

@@ -132,11 +132,9 @@ REFUSED = {
     "jamba": ("JambaForCausalLM", {"num_hidden_layers": 8, "num_experts": 2}, "it keeps a state besides K and V"),
     "mamba": ("MambaForCausalLM", SHORT, "it keeps a state besides K and V"),
     "rwkv": ("RwkvForCausalLM", SHORT, "it keeps a state besides K and V"),
-    "qwen3_next": ("Qwen3NextForCausalLM", {"num_hidden_layers": 4}, "it keeps a state besides K and V"),
     "prophetnet": ("ProphetNetForCausalLM", {}, "it attends to an encoder"),
     "llama4_text": ("Llama4ForCausalLM", SHORT, "it is not a decoder with a linear head"),
     "gemma3": ("Gemma3ForConditionalGeneration", {}, "it is not a decoder with a linear head"),
-    "lfm2": ("Lfm2ForCausalLM", SHORT, "a trial run raised RuntimeError"),
     "jetmoe": ("JetMoeForCausalLM", SHORT, "a trial run raised NotImplementedError"),
 }
 

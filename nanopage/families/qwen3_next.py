@@ -1,0 +1,107 @@
+"""Qwen3-Next (Qwen 2025): three of four layers are Gated DeltaNets in place of attention, whose output has a gate, too.
+Experts as in Qwen2-MoE. The tensors that predict a token more, mtp.*, are left out."""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanopage.checks.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.config.rope import read_rope
+from nanopage.experts.config import read_experts
+from nanopage.families.qwen2_moe import make_mlp
+from nanopage.files.model_files import shown
+from nanopage.layers.attention import StepContext
+from nanopage.layers.linear import Linear
+from nanopage.layers.norm import RMSNorm
+from nanopage.models.decoder import SelfAttention, make_norm
+from nanopage.recurrent.gated_delta_net import GatedDeltaNet, InterleavedDeltaNet
+from nanopage.recurrent.states import MixerLayer
+from nanopage.state.layer_kinds import STATE
+
+ARCHITECTURES = ("Qwen3NextForCausalLM",)
+GGUF_ARCHITECTURE = ""
+GGUF_TENSORS: dict[str, str] = {}
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    return read_layers(fields, num_kv_heads=2) | {
+        "intermediate_size": fields.size("intermediate_size", 5632),
+        "experts": read_experts(
+            fields,
+            num_experts=fields.size("num_experts", 512),
+            num_chosen=fields.size("num_experts_per_tok", 10),
+            intermediate_size=fields.size("moe_intermediate_size", 512),
+            shared_size=fields.size("shared_expert_intermediate_size", 512),
+            normalize=fields.flag("norm_topk_prob", True),
+        ),
+    }
+
+
+def read_layers(fields: Fields, num_kv_heads: int) -> dict[str, Any]:
+    """What Qwen3-Next and Qwen3.5 have in common. Args: num_kv_heads: if config.json does not say."""
+    num_layers, interval = fields.size("num_hidden_layers"), fields.size("full_attention_interval", 4)
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
+    known = isinstance(kinds, list) and all(kind in ("full_attention", "linear_attention") for kind in kinds)
+    if not known or len(kinds) != num_layers:
+        raise fields.error("layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
+    key_heads, key_dim = fields.size("linear_num_key_heads", 16), fields.size("linear_key_head_dim", 128)
+    heads, value_dim = fields.size("linear_num_value_heads", 32), fields.size("linear_value_head_dim", 128)
+    if heads % key_heads:
+        raise fields.error("linear_num_value_heads", f"{heads} is not a multiple of linear_num_key_heads={key_heads}")
+    if not fields.flag("attn_output_gate", True):
+        raise fields.error("attn_output_gate", "false is not supported")
+    channels, past = 2 * key_heads * key_dim + heads * value_dim, fields.size("linear_conv_kernel_dim", 4) - 1
+    return {
+        "num_kv_heads": fields.size("num_key_value_heads", num_kv_heads),
+        "head_dim": fields.size("head_dim", 256),
+        "attention_bias": fields.flag("attention_bias"),
+        "norm_offset": 1.0,
+        "rope": read_rope(Fields({"partial_rotary_factor": 0.25} | fields.values, fields.source), partial=True),
+        "sliding_windows": tuple(STATE if kind == "linear_attention" else None for kind in kinds),
+        "state": ((channels, past), (heads, key_dim, value_dim)),
+        "undivided": "its linear attention is not divided",
+    }
+
+
+def rename(name: str, config: ModelConfig) -> str | None:
+    """The name of a checkpoint's tensor in this model. None: it is not used."""
+    return None if re.match(r"(model\.)?mtp\.", name) else name
+
+
+def make_layer(config: ModelConfig, index: int) -> nn.Module:
+    return make_mixer_layer(config, index, InterleavedDeltaNet)
+
+
+def make_mixer_layer(config: ModelConfig, index: int, delta_net: type[GatedDeltaNet]) -> MixerLayer:
+    linear, mlp = config.sliding_windows[index] == STATE, make_mlp(config, index)
+    if linear:
+        return MixerLayer(config, "linear_attn", delta_net(config, index), mlp)
+    return MixerLayer(config, "self_attn", GatedAttention(config, index), mlp)
+
+
+class GatedAttention(SelfAttention):
+    """Attention with a norm on every head of q and k, and a gate on the output. q_proj has q and the gate of each
+    head."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index, config.attention_bias, config.attention_bias)
+        parts = self.qkv_proj.parts
+        self.qkv_proj = Linear(config.hidden_size, parts | {"q_proj": 2 * parts["q_proj"]}, config.attention_bias)
+        self.q_norm, self.k_norm = make_norm(config, self.head_dim), make_norm(config, self.head_dim)
+
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        return self.q_norm, self.k_norm
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """x [T, hidden_size], normalized -> same"""
+        q_and_gate, kv = self.heads(x).split([2 * self.num_heads, 2 * self.num_kv_heads], dim=1)
+        q, gate = q_and_gate.unflatten(1, (-1, 2)).unbind(2)
+        q, k, v = self.rotated(torch.cat((q, kv), dim=1), *step.rotations[self.rope])
+        step.write(self, k, v)
+        return self.o_proj((step.attend(self, q) * gate.sigmoid()).flatten(1))
