@@ -226,7 +226,7 @@ class LLM:
         Args:
             messages: {"role": ..., "content": ...} in order (see `normalize_messages` in chat_template.py).
             sampling_params, use_tqdm, lora_request, priority: as `generate`.
-            chat_template: Jinja source to use instead of the model's.
+            chat_template: Jinja source to use instead of the model's, or the name of one of the model's templates.
             chat_template_content_format: "auto" or "string".
             add_generation_prompt: end the prompt with the opening of the assistant's reply.
             continue_final_message: have the model go on with the last message; needs add_generation_prompt=False.

@@ -153,11 +153,22 @@ class GGUFCheckpoint:
             config |= complete(config)
         if (bos := self._token_id("bos")) is not None:
             config["bos_token_id"] = bos
-        # End of text, of turn and of message all end a reply.
-        ends = {token_id for name in ("eos", "eot", "eom") if (token_id := self._token_id(name)) is not None}
-        if ends:
-            config["eos_token_id"] = sorted(ends) if len(ends) > 1 else ends.pop()
+        if ends := self._end_ids():
+            config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
         return config
+
+    def _end_ids(self) -> list[int]:
+        """The tokens that end a reply by the file's fields: the ends of a text, a turn, a message or a file, as in
+        llama.cpp. The tokenizer knows others by their names.
+
+        Raises: ValueError if the end of a text is no token, and there is no other end.
+        """
+        names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+        ids = {token_id for name in names if (token_id := self._token_id(name)) is not None}
+        if not ids and (eos := "tokenizer.ggml.eos_token_id") in self.fields:
+            if not any(token.special and _is_end(token.content) for token in self._added_tokens()):
+                raise self._error(eos, f"= {self.fields[eos]} is no token, and no other token ends a reply")
+        return sorted(ids)
 
     def _layer_types(self, key: str) -> list[str]:
         """The layers' types, from a field that says for each layer whether it has a window."""
@@ -241,11 +252,7 @@ class GGUFCheckpoint:
             tokenizer = self._sentencepiece_bpe()
         else:
             raise ValueError(f"{self.path}: tokenizer {shown(kind)} is not supported; supported: gpt2, llama")
-        added = [
-            AddedToken(token, special=token_type != USER_DEFINED, normalized=False)
-            for token, token_type in zip(self.tokens, self._token_types(), strict=True)
-            if token_type in (UNKNOWN, CONTROL, USER_DEFINED)
-        ]
+        added = self._added_tokens()
         bos = self._token_id("bos")
         # llama.cpp's defaults, if the file says nothing.
         adds_bos = kind == "llama" or self._string("tokenizer.ggml.pre", "") == "llama-bpe"
@@ -263,6 +270,15 @@ class GGUFCheckpoint:
                     special_tokens=[{"id": "bos", "ids": [bos], "tokens": [self.tokens[bos]]}],
                 )
         return tokenizer
+
+    def _added_tokens(self) -> list[AddedToken]:
+        """The tokens that a text is divided at. Some files call an end of a reply user-defined: it is special. "</s>"
+        may be text, as in Gemma's files."""
+        return [
+            AddedToken(token, special=kind != USER_DEFINED or (_is_end(token) and token != "</s>"), normalized=False)
+            for token, kind in zip(self.tokens, self._token_types(), strict=True)
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+        ]
 
     def tokenizer_config(self) -> dict[str, Any]:
         """The special tokens and the chat templates as the contents of a tokenizer_config.json."""
@@ -536,6 +552,12 @@ class GGUFCheckpoint:
             tokenizer.normalizer = spaces
         tokenizer.decoder = decoders.Sequence(decoding)
         return tokenizer
+
+
+def _is_end(token: str) -> bool:
+    from nanopage.text.tokenizer import ENDS  # as in _byte_level_bpe
+
+    return token in ENDS
 
 
 def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:

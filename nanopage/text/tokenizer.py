@@ -38,11 +38,13 @@ class Encoding(dict):
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # Special tokens that end a turn, a message, a text or a file, whatever else the model's files say of them: those of
 # llama.cpp (llama-vocab.cpp).
-ENDS = (
-    "<|im_end|> <|end|> <|eot_id|> <|eom_id|> <end_of_turn> <turn|> <|return|> <|call|> <|calls|> <|flush|> "
-    "<|tool_response> <|endoftext|> <|end_of_text|> </s> <eos> [EOS] <EOT> _<EOT> [EOT] [e~[ <end_of_utterance> "
-    "<｜end▁of▁sentence｜> <|fim_pad|> <|fim_repo|> <|repo_name|> <|file_sep|>"
-)
+ENDS = {
+    *("<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|return|>", "<|call|>"),
+    *("<|calls|>", "<|flush|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
+    *("<EOT>", "_<EOT>", "[EOT]", "[e~[", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<|file_sep|>"),
+    *("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+}
 MAX_TOKENIZER = 2**27  # bytes of tokenizer.json; a file with 260,000 tokens has about 2**25
 
 
@@ -66,6 +68,7 @@ class Tokenizer:
 
     chat_template: None if there is none.
     tool_template: used instead for conversations with tools, if the model has one.
+    named_templates: all templates by their names, of which "default" and "tool_use" are those above.
 
     Attributes: max_chars_per_token: characters of the longest token.
 
@@ -95,8 +98,8 @@ class Tokenizer:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.special_tokens = {name: config[name] for name in SPECIAL_TOKENS if config.get(name) is not None}
-        templates: dict[str, str] = config["chat_templates"]
-        self.chat_template, self.tool_template = templates.get("default"), templates.get("tool_use")
+        self.named_templates: dict[str, str] = config["chat_templates"]
+        self.chat_template, self.tool_template = map(self.named_templates.get, ("default", "tool_use"))
         added = self.backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added_ids = frozenset(added)
@@ -136,7 +139,7 @@ class Tokenizer:
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a reply: end-of-sequence, and special tokens whose names say that they are ends."""
         special = {self.backend.id_to_token(token_id) for token_id in self.special_ids}
-        names = special & {*ENDS.split()}
+        names = special & ENDS
         if {"<|return|>", "<|call|>"} <= special or {"<|calls|>", "<|flush|>"} <= special:
             names -= {"<|end|>"}  # it ends only a part of a reply
         found = (self.eos_token_id, *(self.backend.token_to_id(name) for name in names if name is not None))
@@ -230,8 +233,13 @@ class Tokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()  # SentencePiece's mark for a space
 
-    def template_for(self, tools: bool) -> str | None:
-        """The model's template for a conversation with or without tools, as transformers chooses it."""
+    def template_for(self, tools: bool, chosen: str | None = None) -> str | None:
+        """The template for a conversation with or without tools, as transformers chooses it.
+
+        Args: chosen: the name of one of the model's templates, or Jinja source. None: the model's own.
+        """
+        if chosen is not None:
+            return self.named_templates.get(chosen, chosen) if isinstance(chosen, str) else chosen
         return self.tool_template if tools and self.tool_template is not None else self.chat_template
 
     def containing(self, texts: tuple[str, ...]) -> list[int]:
@@ -286,9 +294,10 @@ class Tokenizer:
 
         Args:
             messages: dicts with "role" and "content" (see `normalize_messages` in chat_template.py).
-            chat_template: Jinja source to use instead of the model's.
+            chat_template: Jinja source to use instead of the model's, or the name of one of the model's templates.
             add_generation_prompt: end with the opening of the assistant's reply.
-            tools: JSON schemas of the functions that the model may call.
+            tools: JSON schemas of the functions that the model may call. Even an empty list asks for the template named
+                tool_use, as in transformers.
             continue_final_message: end where the content of the last message ends, so that the model goes on with it.
             chat_template_kwargs: more variables of the template, such as {"enable_thinking": False}.
 
@@ -298,7 +307,10 @@ class Tokenizer:
                 or exceeds a limit (see chat_template.py).
             RuntimeError: the process that renders templates cannot be started.
         """
-        source = chat_template if chat_template is not None else self.template_for(bool(tools))
+        source = self.template_for(tools is not None, chat_template)
+        if source is None and self.named_templates:
+            names = ", ".join(map(repr, self.named_templates))
+            raise ValueError(f"the model has no default chat template: choose one by its name, of {names:.200}")
         if source is None:
             raise ValueError(
                 "the model has no chat template, so it is probably a base model: use generate(), or give a template"
@@ -335,8 +347,21 @@ def _read_tokenizer(file: Path) -> tuple[BackendTokenizer, tokenizer_bounds.Tria
 
 def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json, with special tokens as strings. Its `chat_templates` are by name; templates in files of
-    their own take precedence."""
+    their own replace all of these, as in transformers."""
     file, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    config, older = _with_special_tokens(file), directory / "special_tokens_map.json"
+    if "added_tokens_decoder" not in config:  # as in transformers
+        config |= {name: text for name, text in _with_special_tokens(older).items() if text and name in SPECIAL_TOKENS}
+    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if exists(template):
+        files["default"] = template
+    written = None if files else config.get("chat_template")
+    config["chat_templates"] = _named_templates(file, written) | {name: read_text(files[name]) for name in files}
+    return config
+
+
+def _with_special_tokens(file: Path) -> dict[str, Any]:
+    """A JSON file, or {} if there is none, with special tokens as strings or None."""
     config = read_json(file) if exists(file) else {}
     for name in SPECIAL_TOKENS:
         value = config.get(name)
@@ -345,11 +370,6 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
             raise ValueError(
                 f"{file}: {name} must be a string or an object with a string 'content', got {shown(value)}"
             )
-    files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
-    if exists(template):
-        files["default"] = template
-    written = None if "default" in files else config.get("chat_template")
-    config["chat_templates"] = _named_templates(file, written) | {name: read_text(files[name]) for name in files}
     return config
 
 

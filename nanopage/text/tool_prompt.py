@@ -47,7 +47,7 @@ def make_prompt(
             plain, described = json.loads(others.replace(END_THINK, "").replace(THINK, ""))
             without = render_chat(tokenizer, [*plain, *own], described, **options)
             begun = last_mark(tokenizer, encode(without, add_special_tokens=False)) == THINK
-    thinks = begun or knows_reasoning(options.get("chat_template") or tokenizer.template_for(bool(tools)))
+    thinks = begun or knows_reasoning(tokenizer.template_for(tools is not None, options.get("chat_template")))
     return {"prompt": text, "prompt_token_ids": ids, "reasoning": begun if thinks else None}
 
 
@@ -60,13 +60,13 @@ def render_chat(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | 
 
     Raises: as `Tokenizer.render_chat`.
     """
-    template = options.get("chat_template") or tokenizer.template_for(bool(tools))
+    template = tokenizer.template_for(tools is not None, options.get("chat_template"))
     if isinstance(template, str) and not reads_tools(template):
         messages = normalize_messages(messages)
         if options.get("continue_final_message"):
             check_final_message(messages)
         messages, tools = with_tools_as_text(messages, tools or []), None
-    return tokenizer.render_chat(messages, tools=tools, **options)
+    return tokenizer.render_chat(messages, tools=tools, **options | {"chat_template": template})
 
 
 def reads_tools(template: str) -> bool:

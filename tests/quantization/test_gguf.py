@@ -890,6 +890,38 @@ def test_a_token_id_outside_the_vocabulary_means_none(file, kind, value):
     assert loader.read_config(file).eos_token_ids == frozenset()
 
 
+@pytest.mark.parametrize("value", [2**32 - 1, -1])
+@pytest.mark.parametrize(
+    ("fields", "kind", "ends"),
+    [
+        ({}, CONTROL, {"<|end|>"}),  # as in a file that calls <|end|> user-defined: an end by its name
+        ({}, USER_DEFINED, {"<|end|>"}),
+        ({"eot": 300, "eom": 301}, NORMAL, {300, 301}),
+        ({"fim_pad": 300, "fim_rep": 301, "fim_sep": 302, "fim_pre": 303}, NORMAL, {300, 301, 302}),
+        ({}, NORMAL, None),
+    ],
+)
+def test_another_token_ends_a_reply_if_the_end_of_sequence_is_none(file, value, fields, kind, ends):
+    tokens = ["<|end|>" if token == "<think>" else token.replace("<|", "<:") for token in SMOLLM.tokens]
+    types = [kind if token == "<|end|>" else each for token, each in zip(tokens, SMOLLM.types, strict=True)]
+    ids = {f"tokenizer.ggml.{name}_token_id": token_id for name, token_id in ({"eos": value} | fields).items()}
+    write_gguf(file, model_for(SMOLLM), "llama", replace(SMOLLM, tokens=tokens, types=types), **ids)
+    if ends is None:
+        with pytest.raises(ValueError, match=f"eos_token_id = {value} is no token, and no other token ends a reply"):
+            loader.read_config(file)
+        return
+    found = loader.read_config(file).eos_token_ids | NanopageTokenizer(GGUFCheckpoint(file)).end_ids()
+    assert found == {tokens.index(end) if isinstance(end, str) else end for end in ends}
+
+
+def test_the_ends_of_a_file_are_listed_once(plain_file, caplog):
+    with caplog.at_level("INFO", "nanopage"):
+        llm = LLM(str(plain_file), device="cpu", max_model_len=64, num_gpu_blocks_override=8, enforce_eager=True)
+    (shown,) = (message for message in caplog.messages if "a reply ends" in message)
+    ends = {SMOLLM.tokens.index(token) for token in ("<|im_end|>", "<|endoftext|>")}
+    assert llm.engine.model_config.eos_token_ids == ends and all(f" ({end})" in shown for end in ends)
+
+
 def test_the_template_for_tools_is_read_and_saved(file, tmp_path):
     named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
     ours = tokenizer_of(file, SMOLLM, **named)
@@ -897,6 +929,7 @@ def test_the_template_for_tools_is_read_and_saved(file, tmp_path):
     for each in (ours, NanopageTokenizer(tmp_path)):
         assert (each.chat_template, each.tool_template) == (CHAT_TEMPLATE, "{{ tools }}")
         assert each.render_chat([{"role": "user", "content": "a"}], tools=[{}]) == "[{}]"
+        assert each.render_chat([{"role": "user", "content": "a"}], "tool_use") == "None"
 
 
 def test_empty_tokens_get_names_that_differ(file):

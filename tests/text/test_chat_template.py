@@ -286,26 +286,44 @@ def test_the_template_is_the_models_own(tmp_path, tokenizer, jinja, config, text
     assert model_directory(tmp_path, tokenizer, jinja, **config).apply_chat_template([USER]) == text
 
 
-@pytest.mark.parametrize("where", ["a list", "files"])
-def test_conversations_with_tools_have_the_template_named_tool_use(tmp_path, tokenizer, where):
-    source = "{{ tools|length }} tools"
-    listed = [{"name": "default", "template": "none"}, {"name": "tool_use", "template": source}]
-    if where == "files":
-        (tmp_path / "additional_chat_templates").mkdir()
-        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(source)
-    more = {"chat_template": listed} if where == "a list" else {"jinja": "none"}
-    ours = model_directory(tmp_path, tokenizer, tokenizer_class="PreTrainedTokenizerFast", **more)
+LISTED = [{"name": name, "template": f"list: {name}"} for name in ("default", "tool_use", "rag")]
+
+
+@pytest.mark.parametrize(
+    "listed, files",
+    [
+        (LISTED, {}),
+        (LISTED[1:], {}),
+        ("one", {}),
+        (None, {"chat_template": "file", "additional_chat_templates/tool_use": "file: tool_use"}),
+        (LISTED, {"chat_template": "file"}),
+        (LISTED, {"chat_template": "file", "additional_chat_templates/rag": "file: rag"}),
+        (LISTED, {"additional_chat_templates/tool_use": "file: tool_use"}),
+    ],
+)
+def test_the_template_is_the_one_that_transformers_chooses(tmp_path, tokenizer, listed, files):
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name, source in files.items():
+        (tmp_path / f"{name}.jinja").write_text(source)
+    ours = model_directory(tmp_path, tokenizer, tokenizer_class="PreTrainedTokenizerFast", chat_template=listed)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    for tools in (None, TOOLS):
-        expected = theirs.apply_chat_template([USER], tokenize=False, tools=tools)
-        assert ours.apply_chat_template([USER], tools=tools) == render_chat(ours, [USER], tools) == expected
-    assert render_chat(ours, [USER], []) == "none" and render_chat(ours, [USER], TOOLS, chat_template="x") == "x"
+    for tools in (None, [], TOOLS):
+        for chosen in (None, "rag", "tool_use", "source"):
+            try:
+                expected = theirs.apply_chat_template([USER], tokenize=False, tools=tools, chat_template=chosen)
+            except ValueError:
+                with pytest.raises(ValueError, match="no default chat template"):
+                    ours.apply_chat_template([USER], tools=tools)
+                continue
+            if not tools:
+                assert ours.apply_chat_template([USER], tools=tools, chat_template=chosen) == expected
+            assert render_chat(ours, [USER], tools, chat_template=chosen) == expected
 
 
-def test_a_template_in_a_file_goes_before_the_list(tmp_path, tokenizer):
-    listed = [{"name": "default", "template": "none"}, {"name": "tool_use", "template": "old"}]
-    ours = model_directory(tmp_path, tokenizer, "file", chat_template=listed)
-    assert (ours.chat_template, ours.tool_template) == ("file", None)  # as in transformers
+def test_a_model_without_a_default_template_names_those_that_it_has(tmp_path, tokenizer):
+    ours = model_directory(tmp_path, tokenizer, chat_template=LISTED[1:])
+    with pytest.raises(ValueError, match="choose one by its name, of 'tool_use', 'rag'"):
+        ours.apply_chat_template([USER])
 
 
 @pytest.mark.parametrize(
@@ -329,7 +347,7 @@ def test_a_chat_template_that_is_not_utf_8_is_an_error_that_names_the_file(tmp_p
         model_directory(tmp_path, tokenizer)
 
 
-@pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": [{"name": "rag", "template": "x"}]}])
+@pytest.mark.parametrize("config", [{}, {"chat_template": None}])
 def test_without_a_template_the_error_says_it_is_a_base_model(tmp_path, tokenizer, config):
     base = model_directory(tmp_path, tokenizer, **config)
     with pytest.raises(ValueError, match="no chat template, so it is probably a base model"):

@@ -219,6 +219,23 @@ def test_special_tokens_are_read_in_both_notations(sentence_piece, tmp_path):
     assert Tokenizer(tmp_path).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+@pytest.mark.parametrize("more", [{}, {"added_tokens_decoder": {}}], ids=["older", "newer"])
+def test_the_older_file_of_special_tokens_is_read_where_transformers_reads_it(sentence_piece, tmp_path, more):
+    sentence_piece.backend.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<unk>"} | more
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    older = {"eos_token": {"content": "</s>"}, "unk_token": "<unk>", "additional_special_tokens": ["<s>"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
+    ours, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for name in ("bos_token", "eos_token"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.end_ids() >= {theirs.eos_token_id} and (ours.eos_token == "</s>") is (more == {})
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": 5}')
+    if not more:
+        with pytest.raises(ValueError, match=r"special_tokens_map.json: eos_token must be a string or an object"):
+            Tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("special", "plain", "eos", "ends"),
     [
@@ -230,6 +247,7 @@ def test_special_tokens_are_read_in_both_notations(sentence_piece, tmp_path):
         (["<|return|>", "<|call|>", "<|end|>"], [], "<|return|>", ["<|return|>", "<|call|>"]),  # parts end with <|end|>
         (["<|calls|>", "<|flush|>", "<|end|>"], [], "<|end|>", ["<|calls|>", "<|flush|>", "<|end|>"]),
         (["[EOS]", "<stop>"], ["end"], "<stop>", ["[EOS]", "<stop>"]),
+        (["<stop>", "<fim_pad>", "<reponame>", "<fim_prefix>"], [], "<stop>", ["<stop>", "<fim_pad>", "<reponame>"]),
         (["<stop>"], [], "missing", []),
     ],
 )
