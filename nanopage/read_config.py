@@ -19,6 +19,10 @@ from nanopage.config.rope import check_rope, read_rope
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.models import find_family, load_families
 
+# What runs instead of a model that is refused.
+OTHERS = "model_impl='auto' runs most other decoders"
+FLOATS = "the checkpoint that is not quantized runs, also with quantization='int8'"
+
 
 def config_from_directory(path: Path) -> ModelConfig:
     """Read config.json. The end-of-sequence ids are those of config.json and of generation_config.json.
@@ -43,9 +47,11 @@ def has_family(path: Path) -> bool:
     return isinstance(names, list) and _search(name for name in names if isinstance(name, str)) is not None
 
 
-def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
+def config_from_dict(config: dict, source: str = "config.json", instead: str | None = None) -> ModelConfig:
     """`config` is config.json as a dict, with the field names of transformers 4 or 5; `source` is the file's name
     in error messages.
+
+    Args: instead: what runs the model if a field is not supported. None: transformers' module, if it is a decoder.
 
     Raises:
         ValueError: an architecture, rope type, activation or quantization that is not supported, or a field that
@@ -55,6 +61,9 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
     name, architecture, family = _find_family(fields)
     if hasattr(family, "text_fields"):
         fields = family.text_fields(fields)
+    if instead is None and name.endswith("ForCausalLM"):
+        instead = "model_impl='transformers' may run the model"
+    fields = replace(fields, instead=instead or "")
     special = _read_family(fields, architecture, family)
     pooling = None
     if name.endswith("ForSequenceClassification"):
@@ -67,7 +76,7 @@ def config_from_dict(config: dict, source: str = "config.json") -> ModelConfig:
         _check_causal(fields)
     quantization = None
     if fields.values.get("quantization_config") is not None:
-        stored = Fields(fields.object("quantization_config").values, f"{source}: quantization_config")
+        stored = replace(fields.object("quantization_config"), source=f"{source}: quantization_config", instead=FLOATS)
         quantization = StoredQuantization.from_fields(stored, "experts" in special)
         if quantization.method == "mxfp4" and not (special.get("experts") and special["experts"].swiglu):
             raise stored.error("quant_method", f"'mxfp4' is not supported for {architecture}")
@@ -92,8 +101,8 @@ def _find_family(fields: Fields) -> tuple[str, str, ModuleType]:
         raise fields.error("architectures", f"must be a list of names, got {shown(names)}")
     if (found := _search(names or [])) is not None:
         return found
-    supported = ", ".join(name for family in load_families() for name in family.ARCHITECTURES)
-    raise fields.error("architectures", f"{shown(names)} is not supported; supported: {supported}")
+    families = {re.sub("(For|Model).*", "", name): None for family in load_families() for name in family.ARCHITECTURES}
+    raise replace(fields, instead=OTHERS).unsupported("architectures", f"{shown(names):.80}", families)
 
 
 def _search(names: Iterable[str]) -> tuple[str, str, ModuleType] | None:
@@ -126,7 +135,7 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
     special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
     special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
     if "experts" in special and special["activation"] != "silu":
-        raise fields.error("hidden_act", f"{special['activation']!r} is not supported with experts; supported: silu")
+        raise fields.unsupported("hidden_act", f"{special['activation']!r} with experts", ["silu"])
     num_kv_heads, head_dim = special["num_kv_heads"], special["head_dim"]
     if num_heads % num_kv_heads:
         raise fields.error(
@@ -142,7 +151,7 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
 def _check_causal(fields: Fields) -> None:
     for name, causal in (("is_causal", True), ("use_bidirectional_attention", False)):
         if fields.values.get(name) is not None and fields.flag(name, causal) != causal:
-            raise fields.error(name, f"{str(not causal).lower()} is not supported for decoders")
+            raise fields.unsupported(name, f"{str(not causal).lower()} of a decoder")
 
 
 def _causal(architecture: str) -> str:

@@ -4,7 +4,8 @@ Sizes and numbers have bounds, because they are read before the weights, and a w
 or start a long loop.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from nanopage.files.model_files import shown
@@ -106,9 +107,19 @@ class Fields:
 
     values: dict
     source: str  # the file
+    instead: str = ""  # what runs a model with a field that is not supported
 
     def error(self, name: str, problem: str) -> ValueError:
         return ValueError(f"{self.source}: {name} {problem}")
+
+    def unsupported(self, name: str, what: str, supported: Iterable[object] = ()) -> ValueError:
+        """The error for a value that nanopage does not know, or that a family does not have.
+
+        Args: what: the value, as text. supported: other values.
+        """
+        known = ", ".join(map(str, supported))
+        parts = f"{name} {what} is not supported", f"supported: {known}" if known else "", self.instead
+        return ValueError(f"{self.source}: {'; '.join(filter(None, parts))}")
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer. Null counts as missing here: several fields are written as null to say "the default"."""
@@ -132,8 +143,7 @@ class Fields:
         """One of several integers."""
         value = self.values.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value not in supported:
-            choices = ", ".join(map(str, supported))
-            raise self.error(name, f"{shown(value)} is not supported; supported: {choices}")
+            raise self.unsupported(name, shown(value), supported)
         return value
 
     def optional_number(self, name: str, default: float | None = None) -> float | None:
@@ -145,7 +155,7 @@ class Fields:
         value = self.values.get(name, default)
         value = "silu" if value == "swish" else value
         if value not in ACTIVATIONS:
-            raise self.error(name, f"{shown(value)} is not supported; supported: {', '.join(ACTIVATIONS)}")
+            raise self.unsupported(name, shown(value), ACTIVATIONS)
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -158,7 +168,7 @@ class Fields:
         value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"must be an object, got {shown(value)}")
-        return Fields(dict(value or {}), self.source)
+        return replace(self, values=dict(value or {}))
 
     def windows(
         self, num_layers: int, default: int | None, from_layer: int = 0, kinds: list[str] | None = None
@@ -179,7 +189,7 @@ class Fields:
         if kinds is not None:
             known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
             if not known or len(kinds) != num_layers:
-                raise self.error("layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
+                raise self.unsupported("layer_types", f"{shown(kinds)} of {num_layers} layers")
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
         first = self.values.get("max_window_layers", from_layer) if from_layer else 0
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
@@ -216,5 +226,5 @@ def read_dtype(fields: Fields) -> str:
     value = "float32" if value is None else value
     dtype = value.removeprefix("torch.") if isinstance(value, str) else ""
     if dtype not in get_args(Dtype):
-        raise fields.error(name, f"{shown(value)} is not supported; supported: {', '.join(get_args(Dtype))}")
+        raise fields.unsupported(name, shown(value), get_args(Dtype))
     return dtype

@@ -34,8 +34,7 @@ class StoredQuantization:
         """`fields` is quantization_config. Raises: ValueError naming what is not supported."""
         method = fields.values.get("quant_method")
         if method not in STORED_QUANTIZATIONS:
-            supported = ", ".join(STORED_QUANTIZATIONS)
-            raise fields.error("quant_method", f"{shown(method)} is not supported; supported: {supported}")
+            raise fields.unsupported("quant_method", shown(method), STORED_QUANTIZATIONS)
         if method == "mxfp4":  # the tensors say what is not converted
             return cls(method, bits=4, group_size=32)
         layouts, default = (("gemm",), "gemm") if method == "awq" else (("gptq", "gptq_v2"), "gptq")
@@ -45,26 +44,26 @@ class StoredQuantization:
             if value is not None:
                 layout = value.lower() if isinstance(value, str) else value
                 if layout not in layouts:
-                    raise fields.error(name, f"{shown(value)} is not supported; supported: {', '.join(layouts)}")
+                    raise fields.unsupported(name, shown(value), layouts)
         bits = fields.choice("bits", (4,) if method == "awq" else (4, 8))
         group_size = fields.choice("group_size", (*GROUP_SIZES, -1))
         if method == "awq" and not fields.flag("zero_point", True):
-            raise fields.error("zero_point", "false is not supported; supported: true")
+            raise fields.unsupported("zero_point", "false", ["true"])
         skipped = fields.values.get("modules_to_not_convert") or []
         known = EXPERT_GATES if has_experts else re.compile("lm_head")
         if not isinstance(skipped, list) or not all(
             isinstance(name, str) and known.fullmatch(name) for name in skipped
         ):
-            also = " and the gates of experts" if has_experts else ""
-            raise fields.error("modules_to_not_convert", f"{shown(skipped)} is not supported, except for lm_head{also}")
+            names = ["lm_head", *(["the gates of experts"] if has_experts else [])]
+            raise fields.unsupported("modules_to_not_convert", shown(skipped), names)
         for name in ("lm_head", "is_marlin_format"):
             if fields.flag(name):
-                raise fields.error(name, "true is not supported")
+                raise fields.unsupported(name, "true")
         for name in ("dynamic", "modules_in_block_to_quantize"):  # other settings for some of the layers
             if fields.values.get(name):
-                raise fields.error(name, f"{shown(fields.values[name])} is not supported")
+                raise fields.unsupported(name, shown(fields.values[name]))
         if fields.values.get("pack_dtype", "int32") != "int32":
-            raise fields.error("pack_dtype", f"{shown(fields.values['pack_dtype'])} is not supported; supported: int32")
+            raise fields.unsupported("pack_dtype", shown(fields.values["pack_dtype"]), ["int32"])
         return cls(
             method=method,
             bits=bits,

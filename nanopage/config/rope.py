@@ -60,16 +60,16 @@ def read_rope(
     rope, max_position_embeddings = config.object(name), config.size("max_position_embeddings")
     if any(isinstance(value, dict) for value in rope.values.values()):
         if layer_type is None:
-            raise config.error("rope_parameters", "per layer type are not supported")
+            raise config.unsupported("rope_parameters", "of each layer type")
         name, rope = f"{name}: {layer_type}", rope.object(layer_type)
     theta = _first_number("rope_theta", rope, config, default_theta)
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
     rope_type = "longrope" if rope_type == "su" else rope_type  # the first name of longrope
     if rope_type not in ROPE_TYPES:
-        raise config.error(name, f"of type {shown(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        raise config.unsupported(name, f"of type {shown(rope_type)}", ROPE_TYPES)
     rotated = _first_number("partial_rotary_factor", rope, config, 1.0)
     if rotated != 1 and not partial:
-        raise config.error("partial_rotary_factor", f"{rotated:g} is not supported; supported: 1.0")
+        raise config.unsupported("partial_rotary_factor", f"{rotated:g}", ["1.0"])
     others = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
     params = {key: value for key, value in rope.values.items() if key not in others}
     if config.values.get("original_max_position_embeddings") is not None:  # transformers gives it priority
@@ -77,7 +77,7 @@ def read_rope(
     if rope_type == "yarn" and params.get("original_max_position_embeddings") is None:
         params["original_max_position_embeddings"] = max_position_embeddings
     if params.get("mrope_section") is not None:
-        raise config.error(name, "with mrope_section (mrope) is not supported")
+        raise config.unsupported(name, "with mrope_section (mrope)")
     numbers = Fields(params, f"{config.source}: {name} of type {rope_type!r}")
     needed, optional = ROPE_NUMBERS[rope_type]
     for key in needed:

@@ -24,14 +24,13 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """Fields of ModelConfig that are particular to encoders."""
     values = fields.values
     if values.get("position_embedding_type", "absolute") != "absolute":
-        kind = shown(values["position_embedding_type"])
-        raise fields.error("position_embedding_type", f"{kind} is not supported; supported: absolute")
+        raise fields.unsupported("position_embedding_type", shown(values["position_embedding_type"]), ["absolute"])
     for name in ("is_decoder", "add_cross_attention"):
         if fields.flag(name):
-            raise fields.error(name, "true is not supported")
+            raise fields.unsupported(name, "true")
     activation = values.get("hidden_act", "gelu")
     if activation not in [*ACTIVATIONS]:  # it may be of a type that has no hash
-        raise fields.error("hidden_act", f"{shown(activation)} is not supported; supported: {', '.join(ACTIVATIONS)}")
+        raise fields.unsupported("hidden_act", shown(activation), ACTIVATIONS)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if hidden_size % num_heads:
         raise fields.error("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads={num_heads}")

@@ -46,7 +46,7 @@ def window_pattern(num_layers: int, every: int) -> list[str]:
 def gemma_config(fields: Fields, kinds: list[str]) -> dict[str, Any]:
     """What Gemma 2 and 3 share. kinds: the type of each layer."""
     if fields.flag("use_bidirectional_attention") if fields.values.get("use_bidirectional_attention") else False:
-        raise fields.error("use_bidirectional_attention", "true is not supported")
+        raise fields.unsupported("use_bidirectional_attention", "true")
     return {
         "num_kv_heads": fields.size("num_key_value_heads", 4),
         "head_dim": fields.size("head_dim", 256),

@@ -29,7 +29,7 @@ LAYERS_27B = 62
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
     if fields.values.get("attn_logit_softcapping") is not None:  # transformers reads the field and ignores it
-        raise fields.error("attn_logit_softcapping", "is not supported for Gemma 3")
+        raise fields.unsupported("attn_logit_softcapping", "of Gemma 3")
     if fields.values.get("sliding_window", 4096) is None:
         raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
     every = fields.size("sliding_window_pattern", 6)

@@ -57,7 +57,7 @@ def _kinds(fields: Fields, num_layers: int) -> list[str]:
     kinds = ["full_attention" if index in attention else "conv" for index in range(num_layers)]
     kinds = fields.values.get("layer_types") or kinds
     if len(kinds) != num_layers or any(kind not in ("full_attention", "conv") for kind in kinds):
-        raise fields.error("layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
+        raise fields.unsupported("layer_types", f"{shown(kinds)} of {num_layers} layers")
     return kinds
 
 

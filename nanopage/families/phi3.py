@@ -21,7 +21,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
     rope = read_rope(fields, partial=True)
     if rope.rope_type not in ("default", "longrope"):
-        raise fields.error("rope_scaling", f"of type {rope.rope_type!r} is not supported for Phi-3")
+        raise fields.unsupported("rope_scaling", f"of type {rope.rope_type!r} of Phi-3")
     return {
         "num_kv_heads": fields.size("num_key_value_heads", fields.size("num_attention_heads")),
         "sliding_windows": fields.windows(fields.size("num_hidden_layers"), default=None),

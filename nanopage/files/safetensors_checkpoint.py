@@ -233,11 +233,12 @@ def safetensors_files(directory: Path) -> list[Path]:
         return files
     if files:
         names = ", ".join(file.name for file in files)
-        raise ValueError(f"{directory} has several safetensors files and no index to tell which to load: {names}")
+        raise ValueError(f"{directory} has several safetensors files ({names:.100}): it needs {index.name}")
     unsafe = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in directory.glob(pattern))
     if unsafe:
         raise ValueError(
             f"{directory} has only pickled weights ({', '.join(unsafe)}), which can run code when loaded: "
             "convert them to safetensors"
         )
-    raise ValueError(f"{directory} has no .safetensors weights")
+    gguf = sorted(file.name for file in directory.glob("*.gguf"))
+    raise ValueError(f"{directory} has no .safetensors weights" + (f": give the file {gguf[0]} in it" if gguf else ""))

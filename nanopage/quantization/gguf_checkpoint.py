@@ -55,6 +55,8 @@ UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # to
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
 PIECE_ELEMENTS = 2**17  # dequantized at once: few enough for a core's cache, which makes it twice as fast
 
+INSTEAD = "the model's safetensors checkpoint may run"
+
 _REQUIRED: Any = object()  # the default of a field that must be present
 
 
@@ -82,10 +84,8 @@ class GGUFCheckpoint:
         names = [f"{self.architecture} with {feature}" for feature, has in features if has]
         family = next((name for name in names if name in families), self.architecture)
         if family not in families:
-            supported = ", ".join(families)
-            raise ValueError(
-                f"{path}: GGUF architecture {shown(self.architecture)} is not supported; supported: {supported}"
-            )
+            problem = f"GGUF architecture {shown(self.architecture)} is not supported; supported: {', '.join(families)}"
+            raise ValueError(f"{path}: {problem}; {INSTEAD}")
         self.family = families[family]
         num_files = self._field("split.count", int, "an integer", 1)
         if num_files != 1:
@@ -103,7 +103,7 @@ class GGUFCheckpoint:
 
     def model_config(self) -> ModelConfig:
         """Raises: ValueError as config_from_dict, naming the file."""
-        return config_from_dict(self.config(), str(self.path))
+        return config_from_dict(self.config(), str(self.path), INSTEAD)
 
     def config(self) -> dict[str, Any]:
         """The file's hyperparameters as the contents of a config.json."""
@@ -165,9 +165,9 @@ class GGUFCheckpoint:
         """
         names = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
         ids = {token_id for name in names if (token_id := self._token_id(name)) is not None}
-        if not ids and (eos := "tokenizer.ggml.eos_token_id") in self.fields:
-            if not any(token.special and _is_end(token.content) for token in self._added_tokens()):
-                raise self._error(eos, f"= {self.fields[eos]} is no token, and no other token ends a reply")
+        eos = self.fields.get("tokenizer.ggml.eos_token_id")
+        if not (ids or eos is None or any(token.special and _is_end(token.content) for token in self._added_tokens())):
+            raise self._error("tokenizer.ggml.eos_token_id", f"= {eos} is no token, and no other token ends a reply")
         return sorted(ids)
 
     def _layer_types(self, key: str) -> list[str]:
@@ -251,7 +251,8 @@ class GGUFCheckpoint:
         elif kind == "llama":
             tokenizer = self._sentencepiece_bpe()
         else:
-            raise ValueError(f"{self.path}: tokenizer {shown(kind)} is not supported; supported: gpt2, llama")
+            problem = f"tokenizer {shown(kind)} is not supported; supported: gpt2, llama"
+            raise ValueError(f"{self.path}: {problem}; {INSTEAD}")
         added = self._added_tokens()
         bos = self._token_id("bos")
         # llama.cpp's defaults, if the file says nothing.
@@ -324,7 +325,7 @@ class GGUFCheckpoint:
 
     def _unsupported(self, key: str) -> ValueError:
         """The error for a field that would change the output."""
-        return self._error(key, f"= {shown(self.fields[self._key(key)])} is not supported")
+        return self._error(key, f"= {shown(self.fields[self._key(key)])} is not supported; {INSTEAD}")
 
     def _key(self, key: str) -> str:
         return key.replace("{arch}", self.architecture) if "{arch}" in key else key
@@ -421,7 +422,8 @@ class GGUFCheckpoint:
             gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
         except NotImplementedError as error:
             names = [tensor.name for tensor in self.weights.values() if tensor.kind == kind]
-            raise ValueError(f"{self.path}: {error}: {shown(names)}") from None
+            problem = f"{kind.name} is not supported, which {shown(names[0])} has; a file of another quantization runs"
+            raise ValueError(f"{self.path}: {problem}, such as Q4_K_M or Q8_0") from error
 
     def _dequantize(self, tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
         """Rows `start` to `stop` of a tensor, or all of a vector, in float32."""
@@ -465,7 +467,9 @@ class GGUFCheckpoint:
 
     def _llama3_scaling(self, tensor: TensorInfo, head_dim: int, theta: float) -> dict[str, Any]:
         """Llama 3's rope scaling, stored by llama.cpp as divisors of frequencies. Raises ValueError for any other."""
-        problem = ValueError(f"{self.path}: rope_freqs.weight is not Llama 3's rope scaling, the only one supported")
+        problem = ValueError(
+            f"{self.path}: rope_freqs.weight is not Llama 3's rope scaling, the only one supported; {INSTEAD}"
+        )
         if tensor.shape != (head_dim // 2,) or tensor.kind != gguf.GGMLQuantizationType.F32:
             raise problem
         stored = self._dequantize(tensor, 0, head_dim // 2)
@@ -492,7 +496,8 @@ class GGUFCheckpoint:
 
         pre, known = self._string("tokenizer.ggml.pre"), ("gpt-2", "smollm", "refact", *SPLITS)
         if pre not in known:
-            raise ValueError(f"{self.path}: pre-tokenizer {shown(pre)} is not supported; supported: {', '.join(known)}")
+            problem = f"pre-tokenizer {shown(pre)} is not supported; supported: {', '.join(known)}"
+            raise ValueError(f"{self.path}: {problem}; {INSTEAD}")
         merges = []
         for merge in self._strings("tokenizer.ggml.merges"):
             left, _, right = merge.partition(" ")

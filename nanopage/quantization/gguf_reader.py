@@ -121,9 +121,9 @@ class _Reader:
             raise _Malformed(f"it begins with {magic!r}, not with b'GGUF'")
         version = self.integer("<I")
         if version and version & 0xFFFF == 0:
-            raise _Malformed("it is big-endian; only little-endian files are supported")
+            raise _Malformed("it is big-endian: gguf-convert-endian makes it little-endian")
         if version not in (2, 3):
-            raise _Malformed(f"its version is {version}; supported: 2 and 3")
+            raise _Malformed(f"its version is {version}; supported: 2 and 3; convert the model again")
         num_tensors, num_fields = self.integer("<Q"), self.integer("<Q")
         self.check_count(num_fields, 13, MAX_FIELDS, "fields")
         self.check_count(num_tensors, 33, MAX_TENSORS, "tensors")
@@ -218,7 +218,7 @@ class _Reader:
         try:
             kind = GGMLQuantizationType(number)
         except ValueError:
-            raise _Malformed(f"{self.place} is of the unknown type {number}") from None
+            raise _Malformed(f"{self.place} is of the unknown type {number}: a newer gguf may have it") from None
         block_size, block_bytes = GGML_QUANT_SIZES[kind]
         if shape[-1] % block_size:
             raise _Malformed(f"{self.place} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block_size}")

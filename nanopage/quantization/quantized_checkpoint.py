@@ -115,9 +115,10 @@ def expected(
         group = stored_as.group_size or in_features
         for part, out_features in zip(parts, linear.parts.values(), strict=True):
             if in_features % group or in_features % per_word or out_features % per_word:
+                needed = f"a multiple of {max(group, per_word)} and one of {per_word}"
                 raise ValueError(
                     f"{part} has {in_features} inputs and {out_features} outputs; {stored_as.method} with group_size="
-                    f"{stored_as.group_size or -1} needs a multiple of {max(group, per_word)} and one of {per_word}"
+                    f"{stored_as.group_size or -1} needs {needed}; the checkpoint that is not quantized runs"
                 )
             del wanted[f"{part}.weight"]
             packed = in_features, out_features // per_word

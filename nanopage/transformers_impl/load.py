@@ -19,7 +19,7 @@ from nanopage.files.model_files import memory_errors, shown
 from nanopage.files.safetensors_checkpoint import opened, read_whole, safetensors_files, stored_bytes
 from nanopage.layers.attention import StepContext
 from nanopage.state.kv_cache import KVCache
-from nanopage.transformers_impl.config import read_module
+from nanopage.transformers_impl.config import elsewhere, read_module
 from nanopage.transformers_impl.decoder import NAME, TransformersDecoder
 from nanopage.transformers_impl.probe import probe
 from nanopage.weights.allocation import all_finite
@@ -45,7 +45,8 @@ def load_decoder(setup: Setup, on_progress: Callable[[int, int], None] | None) -
     """
     model_config, path, dtype = setup.model_config, setup.path, setup.dtype
     if model_config.pooling is not None:
-        raise ValueError(f"embeddings and scores do not work with {model_config.architecture} of transformers")
+        problem = f"embeddings and scores do not work with {model_config.architecture} of transformers"
+        raise ValueError(f"{problem}; {elsewhere(path, 'the library sentence-transformers computes them')}")
     module = read_module(path)
     assert module is not None  # read_config has read it
     config = module[0]
@@ -104,7 +105,7 @@ def _checked(setup: Setup, model: Any, scorings: list) -> tuple[Setup, Transform
     expected, same, other = (model(input_ids=ids[None], position_ids=some, use_cache=False).logits[0] for some in each)
     model.set_attn_implementation(NAME)
     if _difference(same, expected) > 5e-3 or torch.equal(other, expected):
-        raise ValueError(f"{setup.path}: {name} counts positions in a way of its own")
+        raise ValueError(f"{setup.path}: {name} counts positions in a way of its own; {elsewhere(setup.path)}")
     decoder, got, num_blocks = TransformersDecoder(model, scorings), [], -(-len(ids) // size)
     cache = KVCache(setup.part, num_blocks, size, setup.dtype, device)
     cache.clear([*range(num_blocks)])
@@ -116,7 +117,8 @@ def _checked(setup: Setup, model: Any, scorings: list) -> tuple[Setup, Transform
         step = StepContext(slots, [attention], cache.kinds.of_layers, cache.layers)
         got.append(decoder.logits(decoder(ids[begin:end], step)))
     if not (wrong := _difference(torch.cat(got), expected)) <= TOLERANCES[setup.dtype]:
-        raise ValueError(f"{setup.path}: the logits of {name} differ by {wrong:.2g} of their size from transformers'")
+        problem = f"{setup.path}: the logits of {name} differ by {wrong:.2g} of their size from transformers'"
+        raise ValueError(f"{problem}; {elsewhere(setup.path)}")
     if setup.on_gpu and not setup.config.enforce_eager:
         try:
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):

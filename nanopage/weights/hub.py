@@ -74,7 +74,9 @@ def resolve(model: str | None) -> Path:
         raise FileNotFoundError(f"no model at {model!r}: {error}") from None
     if path.is_dir():
         if not exists(path / "config.json"):
-            raise FileNotFoundError(f"{path} has no config.json: not a model directory in Hugging Face layout")
+            found = next(iter(sorted(path.glob("*.gguf"))), None)
+            instead = "" if found is None else f"; give the file {found.name} in it"
+            raise FileNotFoundError(f"{path} has no config.json: not a model directory in Hugging Face layout{instead}")
         return path
     if path.suffix == ".gguf" and path.is_file():
         return path

@@ -40,7 +40,7 @@ from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.cpu.tiled import TiledWeight
 from nanopage.quantization import gguf_checkpoint
-from nanopage.quantization.gguf_checkpoint import YARN_FIELDS, GGUFCheckpoint
+from nanopage.quantization.gguf_checkpoint import INSTEAD, YARN_FIELDS, GGUFCheckpoint
 from nanopage.quantization.gguf_reader import read_header
 from nanopage.quantization.quantized import QuantizedWeight
 from nanopage.text.tokenizer import Tokenizer as NanopageTokenizer
@@ -961,7 +961,8 @@ class TestFilesThatDoNotFit:
         """Everything that opens the file names it."""
         with pytest.raises(ValueError, match=match) as caught:
             self.read_all(file)
-        assert str(file) in str(caught.value)
+        first, *_ = str(caught.value).split("\n")  # tensors that do not fit follow
+        assert str(file) in first and len(first) < len(str(file)) + 300
 
     def read_all(self, file):
         config = loader.read_config(file)
@@ -974,17 +975,17 @@ class TestFilesThatDoNotFit:
     @pytest.mark.parametrize("arch", ["gemma", "clip"])
     def test_an_unknown_architecture(self, file, arch):
         write_gguf(file, model_for(SMOLLM), arch, SMOLLM)
-        self.refuse(file, rf"architecture '{arch}' is not supported; supported: llama, gemma2, gemma3")
+        self.refuse(file, rf"architecture '{arch}' is not supported; supported: llama, gemma2, gemma3.*; {INSTEAD}$")
 
     @pytest.mark.parametrize("kind", ["bert", "t5", "rwkv"])
     def test_an_unknown_tokenizer(self, file, kind):
         write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, tokenizer__ggml__model=kind)
-        self.refuse(file, rf"tokenizer '{kind}' is not supported; supported: gpt2, llama")
+        self.refuse(file, rf"tokenizer '{kind}' is not supported; supported: gpt2, llama; {INSTEAD}$")
 
     @pytest.mark.parametrize("pre", ["deepseek-llm", "falcon", "tekken"])
     def test_an_unknown_pre_tokenizer(self, file, pre):
         write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, tokenizer__ggml__pre=pre)
-        self.refuse(file, rf"pre-tokenizer '{pre}' is not supported")
+        self.refuse(file, rf"pre-tokenizer '{pre}' is not supported; .*; {INSTEAD}$")
 
     @pytest.mark.parametrize(
         "key",
@@ -1024,13 +1025,13 @@ class TestFilesThatDoNotFit:
     def test_a_quantization_that_can_not_be_read(self, file):
         hf_model = model_for(SMOLLM)
         write_gguf(file, hf_model, "llama", SMOLLM, types={"down_proj": Quantization.Q8_0})
-        # Q8_1 has no reader in the gguf package; its number in the tensor's header replaces Q8_0's.
+        # I8 has no reader in the gguf package; its number in the tensor's header replaces Q8_0's.
         data = bytearray(file.read_bytes())
         at = data.index(b"blk.0.ffn_down.weight") + len(b"blk.0.ffn_down.weight") + 4 + 2 * 8
         assert data[at : at + 4] == Quantization.Q8_0.to_bytes(4, "little")
-        data[at : at + 4] = Quantization.Q8_1.to_bytes(4, "little")
-        file.write_bytes(data + bytes(10_000))  # its blocks are larger
-        self.refuse(file, r"blk\.0\.ffn_down\.weight")
+        data[at : at + 4] = Quantization.I8.to_bytes(4, "little")
+        file.write_bytes(data)
+        self.refuse(file, r"I8 is not supported.*blk\.0\.ffn_down\.weight.*; a file of another .*, such as Q4_K_M")
 
     @pytest.mark.parametrize(
         ("key", "value", "others"),

@@ -163,7 +163,7 @@ def test_another_version_is_refused(path, version):
 
 def test_a_big_endian_file_is_refused_as_such(path):
     write_everything(path, endianess=GGUFEndian.BIG)
-    refuse(path, "it is big-endian; only little-endian")
+    refuse(path, "it is big-endian: gguf-convert-endian makes it little")
 
 
 @pytest.mark.parametrize("data", [b"", b"G", b"GGU"])

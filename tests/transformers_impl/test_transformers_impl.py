@@ -142,8 +142,11 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_before_weights_are_read(tmp_path, kind):
     architecture, fields, reason = REFUSED[kind]
-    with pytest.raises(ValueError, match=rf"config.json: {architecture} does not run by .*{reason}"):
-        LLM(str(config_only(tmp_path, kind, architecture, **fields)), device="cpu")
+    instead = "model_impl='auto'" if find_family(architecture) else r"transformers' own generate\(\)"
+    problem = rf"config.json: {architecture} does not run by .*{reason}.*; {instead} runs it$"
+    with pytest.raises(ValueError, match=problem) as error:
+        LLM(str(config_only(tmp_path, kind, architecture, **fields)), device="cpu", model_impl="transformers")
+    assert len(str(error.value)) - len(str(tmp_path)) < 300
 
 
 @pytest.mark.parametrize(
@@ -256,10 +259,19 @@ def test_model_impl_chooses(gpt2, tmp_path):
         }
 
 
-def test_unknown_architectures_name_those_that_there_are(gpt2, tmp_path):
-    values = json.loads((gpt2 / "config.json").read_text()) | {"architectures": ["GPT2Nonsense"]}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=r"GPT2Nonsense.* is not supported; supported: "):
+@pytest.mark.parametrize(
+    ("fields", "instead"),
+    [
+        ({}, "a checkpoint of GPT2LMHeadModel may run"),
+        ({"model_type": "new", "text_config": {}}, "a checkpoint of its text model alone may run"),
+        ({"model_type": "new"}, "transformers '9.0.0', which wrote the file, may have it"),
+    ],
+)
+def test_an_unknown_architecture_is_refused_with_what_runs_instead(gpt2, tmp_path, fields, instead):
+    values = {"architectures": ["GPT2Nonsense"], "transformers_version": "9.0.0"} | fields
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((gpt2 / "config.json").read_text()) | values))
+    problem = rf"architectures \['GPT2Nonsense'\] is not a decoder of nanopage or of transformers .*; {instead}$"
+    with pytest.raises(ValueError, match=problem):
         LLM(str(tmp_path), device="cpu")
 
 
