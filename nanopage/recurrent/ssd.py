@@ -62,7 +62,7 @@ def scan_prompts(
     num_chunks = -(-pieces // size)
     padding = (num_chunks * size - pieces).flatten()  # behind the tokens of each piece; it leaves states as they are
     shifts = np.repeat(padding.cumsum() - padding, pieces.flatten())
-    (places,) = _indices(x.device, np.arange(len(x)) + shifts)
+    places = to_device(torch.from_numpy(np.arange(len(x)) + shifts), x.device)
 
     def chunks(tensor: Tensor) -> Tensor:  # [M, L, ...]
         padded = tensor.new_zeros(int(num_chunks.sum()) * size, *tensor.shape[1:])
@@ -84,27 +84,20 @@ def _pass_on(added: Tensor, kept: Tensor, state: Tensor, num_chunks: np.ndarray)
     """Pass states from chunk to chunk.
 
     Args:
-        added: [M, G, R, P, N], what each chunk adds.
+        added: [M, G, R, P, N], what each chunk adds; overwritten.
         kept: [M, G, R], the share of the state before the chunk that is left after it.
         state: [B, G, R, P, N], before the first chunks.
         num_chunks: [B, 2], of the known tokens of each sequence and of its draft, which follow each other.
 
     Returns: the states before each chunk, and the states after the known tokens.
     """
-    totals = num_chunks.sum(1)
-    starts = totals.cumsum() - totals
-    before, after = torch.empty_like(added), state.clone()
-    for number in range(int(totals.max())):
-        with_it = np.flatnonzero(totals > number)
-        rows, chunk = _indices(state.device, with_it, starts[with_it] + number)
-        before[chunk] = after[rows]
-        after[rows] = torch.addcmul(added[chunk], before[chunk], kept[chunk][..., None, None])
-    if num_chunks[:, 1].any():
-        drafted = np.flatnonzero(num_chunks[:, 1])
-        rows, chunk = _indices(state.device, drafted, (starts + num_chunks[:, 0])[drafted])
-        after[rows] = before[chunk]
-    return before, after
-
-
-def _indices(device: torch.device, *indices: np.ndarray) -> Tensor:
-    return to_device(torch.from_numpy(np.stack(indices)), device)
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    for current, (known, drafted) in zip(state, num_chunks.tolist(), strict=True):
+        for number in range(1, known + drafted + 1):
+            chunk = len(before)
+            before.append(current)
+            current = added[chunk].addcmul_(current, kept[chunk, ..., None, None])
+            if number == known:
+                after.append(current)
+    return torch.stack(before), torch.stack(after)
