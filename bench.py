@@ -88,7 +88,8 @@ EnvironmentsOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the lengths and the prompts.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the results to this file as JSON.")]
-CompareOption = Annotated[str | None, typer.Option(help="'transformers': run it on the same work, in turn.")]
+COMPARE = "'transformers': run it on the same work, in turn. 'modules': nanopage with model_impl='transformers'."
+CompareOption = Annotated[str | None, typer.Option(help=COMPARE)]
 ProfileOption = Annotated[
     Path | None, typer.Option("--profile", help="Write a Chrome trace of one more iteration to this file.")
 ]

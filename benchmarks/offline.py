@@ -27,6 +27,10 @@ from benchmarks.report import (
     table_of,
 )
 
+MODULES = "modules"  # nanopage with model_impl="transformers", as a peer of nanopage
+# What it shares with nanopage. Prompts that repeat must not be hits for it alone.
+SHARED = ("device", "enforce_eager", "load_format", "async_scheduling", "max_num_seqs", "num_gpu_blocks_override")
+
 
 @dataclass
 class Results:
@@ -57,7 +61,7 @@ def bench(
     plot_file: Path | None = None,
 ) -> None:
     """Run a workload on an engine made with `switches`, options of EngineConfig, and print its table."""
-    check_choice(compare, ["transformers"], "--compare")
+    check_choice(compare, ["transformers", MODULES], "--compare")
     check_engine(switches)
     rng = random.Random(seed)
 
@@ -101,8 +105,9 @@ def bench(
     with contextlib.ExitStack() as stop_peers, recorded(json_file, lambda: asdict(results)) as record:
         if compare:
             loaded = time.perf_counter()
-            runners |= load_peers(llm, lengths, stop_peers, results.failures)
-            results.setup_seconds["load transformers"] = round(time.perf_counter() - loaded, 3)
+            load = load_modules if compare == MODULES else load_peers
+            runners |= load(llm, lengths, stop_peers, results.failures)
+            results.setup_seconds[f"load {compare}"] = round(time.perf_counter() - loaded, 3)
         results.runs = {name: [] for name in runners}
         try:
             for iteration in range(-num_iters_warmup, num_iters):
@@ -185,6 +190,20 @@ def load_peers(
         with left_out_if_it_fails(name, failures):
             engines[name] = load()
     return engines
+
+
+def load_modules(
+    llm, lengths: list[tuple[int, int]], stop_peers: contextlib.ExitStack, failures: dict[str, str]
+) -> dict[str, Engine]:
+    """nanopage with transformers' own modules, beside its own family. `failures` as in `load_peers`."""
+    from nanopage import LLM
+
+    options = {name: getattr(llm.engine.config, name) for name in SHARED} | {"dtype": llm.engine.capacity.dtype}
+    with left_out_if_it_fails(MODULES, failures):
+        theirs = LLM(str(llm.engine.model_path), model_impl="transformers", enable_prefix_caching=False, **options)
+        stop_peers.callback(theirs.engine.shutdown)
+        return {MODULES: nanopage_peer.runner(theirs)}
+    return {}
 
 
 def report(runs: dict[str, list[Run]], setup: dict[str, float], hits: int, command: str) -> None:

@@ -235,27 +235,28 @@ def test_ctrl_c_writes_what_memory_has_measured(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("command", "requests", "lengths"),
+    ("command", "requests", "peer", "lengths"),
     [
-        ("latency", 1, ["--input-len", "12", "--output-len", "5"]),
-        ("throughput", 4, ["--input-len", "4-12", "--output-len", "2-5", "--num-prompts", "4"]),
+        ("latency", 1, "transformers", ["--input-len", "12", "--output-len", "5"]),
+        ("latency", 1, "modules", ["--input-len", "12", "--output-len", "5"]),
+        ("throughput", 4, "transformers", ["--input-len", "4-12", "--output-len", "2-5", "--num-prompts", "4"]),
     ],
 )
-def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_path, command, requests, lengths):
+def test_it_measures_side_by_side_with_transformers_and_writes_json(model, tmp_path, command, requests, peer, lengths):
     file = tmp_path / "result.json"
-    options = ["--model", model, "--num-iters", 2, "--compare", "transformers", "--dtype", "float32", "--json", file]
+    options = ["--model", model, "--num-iters", 2, "--compare", peer, "--dtype", "float32", "--json", file]
     done = run_bench(command, *lengths, *options, "--eager")
     assert done.exit_code == 0, done.output
     result = json.loads(file.read_text())
     assert f"{requests} requests" in result["header"]["bench"]
     assert result["prefix_cache_hit_tokens"] == 0
-    assert set(result["runs"]) == {"nanopage", "transformers"}
+    assert set(result["runs"]) == {"nanopage", peer}
     for runs in result["runs"].values():
         assert len(runs) == 2
         for run in runs:
             assert run["seconds"] > 0
             assert requests * 2 <= run["output_tokens"] < run["total_tokens"]
-    ours, theirs = result["runs"]["nanopage"], result["runs"]["transformers"]
+    ours, theirs = result["runs"]["nanopage"], result["runs"][peer]
     assert [r["output_tokens"] for r in ours] == [r["output_tokens"] for r in theirs]
     ratio = statistics.median(
         a["output_tokens"] / a["seconds"] / (b["output_tokens"] / b["seconds"])
