@@ -1,12 +1,13 @@
 """Compiled: runs steps on a CPU with decoder layers that torch.export and AOTInductor compile ahead of time.
 
-A layer is compiled in two parts: before attention and after it. Attention itself is C++ (cpu/flash_attention.cpp).
-Weights are inputs of the compiled code, so the code of one layer serves all layers. The time to compile therefore does
-not depend on the depth: for SmolLM2-135M, 30 s on two cores. A process of the lowest priority (`aot_compile.py`)
-compiles while the engine works eagerly, and writes shared libraries to `$XDG_CACHE_HOME/nanopage/compiled`, or to
-`~/.cache/nanopage/compiled`. A later start only loads these libraries, which takes milliseconds and does not import the
-compiler. A call (`aot_chain.py`) costs microseconds, because there are no guards to evaluate and C++ calls the kernels.
-In return, nothing checks the shapes of inputs.
+A layer is compiled in two parts: before attention and after it. Attention itself is C++ (cpu/flash_attention.cpp). A
+layer with a state (recurrent/states.py) is compiled whole, for steps in which every sequence has one token; in other
+steps its own module runs. Weights are inputs of the compiled code, so the code of one layer serves all layers of the
+same form. The time to compile therefore does not depend on the depth: for SmolLM2-135M, 30 s on two cores. A process of
+the lowest priority (`aot_compile.py`) compiles while the engine works eagerly, and writes shared libraries to
+`$XDG_CACHE_HOME/nanopage/compiled`, or to `~/.cache/nanopage/compiled`. A later start only loads these libraries, which
+takes milliseconds and does not import the compiler. A call (`aot_chain.py`) costs microseconds, because there are no
+guards to evaluate and C++ calls the kernels. In return, nothing checks the shapes of inputs.
 """
 
 import atexit
@@ -41,6 +42,7 @@ from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of
 from nanopage.state.kv_cache import KVCache
+from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.eager import Output, head_of, plain_attention, prepare, run_model
@@ -52,12 +54,15 @@ logger = logging.getLogger("nanopage")
 #   chain   aot_chain.cpp with cpu/flash_attention.cpp: attention, and the calls of the other parts
 #   before  a layer up to the write to the cache
 #   after   a layer after its attention
+#   mixer   a whole layer with a state, where every sequence has one token
 #   head    the last norm and the head; for a single row, also the token with the largest logit
-# The last three are compiled for two kinds of steps, by the number of rows that they compute:
+# All but the chain are compiled for two kinds of steps, by the number of rows that they compute:
 #   one     a single row
 #   many    any number of rows; without weights in tiles, the model's own norm and head then run instead
 # Layers with slots for adapters are also compiled for two more kinds of steps, where a row has an adapter:
 #   adapted-one, adapted-many
+# Where only some layers have experts, PLAIN follows the names of the parts of the others.
+PLAIN = "-plain"
 CHAIN = "chain.so"
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
 
@@ -100,7 +105,7 @@ class Compiled:
             "adapted": table.adapter_slots is not None,
             "threads": torch.get_num_threads(),  # the compiled loops are divided among them
         }
-        self.files = file_kinds(tiled, self.spec["adapted"])
+        self.files = file_kinds(config, tiled, self.spec["adapted"])
         self.directory = cache_directory() / "compiled" / _key(config, self.spec)
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
@@ -250,20 +255,24 @@ class Compiled:
             return
 
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledLayers:
-        caches = self.kv_cache.layers
-        decoder_layers: Any = self.model.layers
-        ropes = [layer.self_attn.rope for layer in decoder_layers]
+        modules: list[Any] = list(self.model.layers)
+        windows, caches = self.config.sliding_windows, list(self.kv_cache.layers)
+        caches = [state_of(cache) if window == STATE else cache for cache, window in zip(caches, windows, strict=True)]
+        ropes = [0 if window == STATE else layer.self_attn.rope for layer, window in zip(modules, windows, strict=True)]
 
-        def layers_with(tensors_of: Callable[[nn.Module], dict[str, Tensor]]) -> Layers:
-            fixed = [
-                FixedInputs([cache, *tensors_of(layer).values()])
-                for cache, layer in zip(caches, decoder_layers, strict=True)
-            ]
-            return Layers(fixed, caches, self.config.sliding_windows, ropes, self.kv_cache.kinds.of_layers)
+        def fixed(tensors_of: Callable[[nn.Module], dict[str, Tensor]]) -> list[FixedInputs]:
+            pairs = zip(caches, modules, strict=True)
+            return [FixedInputs([cache, *tensors_of(layer).values()]) for cache, layer in pairs]
 
-        adapted = layers_with(tensors_of) if self.spec["adapted"] else None
-        made = chain, libraries, layers_with(own_tensors_of), adapted
-        return CompiledLayers(*made, decoder_layers[-1].self_attn, self.spec["threads"])
+        inputs = dict.fromkeys(("one", "many"), fixed(own_tensors_of))
+        if self.spec["adapted"]:
+            inputs |= dict.fromkeys(("adapted-one", "adapted-many"), fixed(tensors_of))
+        layers = {}
+        for kind, of_kind in inputs.items():
+            functions = [[libraries[part, kind] for part in parts_of(self.config, i)] for i in range(len(modules))]
+            layers[kind] = Layers(functions, of_kind, caches, windows, ropes, self.kv_cache.kinds.of_layers)
+        heads = self.config.num_heads, self.config.head_dim
+        return CompiledLayers(chain, layers, modules, heads, self.spec["threads"])
 
     def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledHead | None:
         """The compiled head. None if the head has no tiles, because oneDNN chose another layout for it, or if the model
@@ -316,16 +325,30 @@ def own_tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors_of(layer).items() if id(tensor) not in adapters}
 
 
-def file_kinds(tiled: bool, adapted: bool) -> dict[str, tuple[str, str]]:
+def state_of(kv_cache: Tensor) -> Tensor:
+    """A view of one layer's cache, with states in place of K and V: float32 [2, num_blocks, numbers]."""
+    return kv_cache.flatten(2).view(torch.float32)
+
+
+def parts_of(config: ModelConfig, index: int) -> list[str]:
+    """The parts of a layer, in the order in which they run."""
+    parts = ["mixer"] if config.sliding_windows[index] == STATE else ["before", "after"]
+    if config.experts is None or config.experts.layers[index]:
+        return parts
+    return [part + PLAIN for part in parts]
+
+
+def file_kinds(config: ModelConfig, tiled: bool, adapted: bool) -> dict[str, tuple[str, str]]:
     """The files to compile, in the order of their use: name -> (part, kind).
 
     Args: tiled: whether weights are in tiles. adapted: whether layers have slots for adapters.
     """
-    kinds = [("before", "one"), ("after", "one"), ("head", "one"), ("before", "many"), ("after", "many")]
+    layers = list(dict.fromkeys(part for index in range(config.num_layers) for part in parts_of(config, index)))
+    kinds = [(part, "one") for part in (*layers, "head")] + [(part, "many") for part in layers]
     if tiled:
         kinds += [("head", "many")]
     if adapted:
-        kinds += [(part, f"adapted-{kind}") for kind in ("one", "many") for part in ("before", "after")]
+        kinds += [(part, f"adapted-{kind}") for kind in ("one", "many") for part in layers]
     return {CHAIN: ("chain", "")} | {f"{part}-{kind}.so": (part, kind) for part, kind in kinds}
 
 
@@ -335,7 +358,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     here = Path(nanopage.__file__).parent
     family = family_of(config)
     assert family.__file__ is not None
-    folders = ("cpu", "experts", "families", "layers", "models")  # families import each other
+    folders = ("cpu", "experts", "families", "layers", "models", "recurrent")  # families import each other
     sources = [Path(family.__file__), *(file for folder in folders for file in sorted(here.glob(f"{folder}/*.*")))]
     sources += [here / "adapters" / "layers.py", here / "adapters" / "model.py", here / "sampling" / "argmax.py"]
     sources += [here / "state" / "layer_kinds.py", here / "state" / "pages.py"]
@@ -343,7 +366,7 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     sizes["sliding_windows"] = sizes["other_rope_layers"] = None  # arguments of the chain
     sizes["eos_token_ids"] = None  # used only by the engine, which adds the tokenizer's
     if config.experts is not None:
-        sizes["experts"] = asdict(config.experts) | {"layers": None}  # all of them have experts
+        sizes["experts"] = asdict(config.experts) | {"layers": None}  # names of files say it
     parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]
     parts += [spec["threads"], spec["tiled"], sorted((name, repr(value)) for name, value in sizes.items())]
     digest = hashlib.sha256(repr(parts).encode())

@@ -37,16 +37,20 @@ struct FixedInputs {
 
 struct Layer {
     FixedInputs fixed;
+    // Functions for each part, because two threads must not call the same function at the same time. A layer with a
+    // state has no `before`: `after` is the whole layer.
+    const Function *before, *after;
     const void* kv_cache;
     int64_t window;
     int64_t rope;  // the index of a part's rotation
-    int64_t kind;  // the index of the step, and of a part's slots (layer_kinds.py)
+    int64_t kind;  // the index of the step, and of a part's places (layer_kinds.py)
 };
 
 // Some rows of a step's activations, as handles.
 struct Part {
     void* x;
-    void* slot_mapping[MOST_KINDS];  // of each kind of layers
+    // Of each kind of layers: where K and V go; or the states before the step, and where those after it go.
+    void *places[MOST_KINDS], *targets[MOST_KINDS];
     void* attended;
     void *cos[2], *sin[2];  // of each rope of the model, which has one or two
     void* adapters;         // the adapter slot of each row; null if no row of the step has an adapter
@@ -68,8 +72,8 @@ extern "C" int call_function(const Function& function, void** inputs, size_t num
 namespace {
 
 // Call a function with copies of `inputs`, except null.
-int call_with_copies(const Function& function, std::initializer_list<void*> inputs, const FixedInputs& fixed,
-                     void** output) {
+template <class Inputs>
+int call_with_copies(const Function& function, const Inputs& inputs, const FixedInputs& fixed, void** output) {
     std::vector<void*> copies;
     for (void* handle : inputs) {
         if (!handle) continue;
@@ -79,38 +83,37 @@ int call_with_copies(const Function& function, std::initializer_list<void*> inpu
     return call_function(function, copies.data(), copies.size(), fixed, output, 1);
 }
 
-// The part of a layer before attention. Its output is `q`, at `address`.
-int call_before(const Function& before, const Layer& layer, const Part& part, void** q, const void** address) {
-    const auto inputs = {part.output, part.cos[layer.rope], part.sin[layer.rope], part.slot_mapping[layer.kind],
+// The part of a layer before attention, for part `j` of the step. Its output is `q`, at `address`.
+int call_before(const Layer& layer, int j, const Part& part, void** q, const void** address) {
+    const auto inputs = {part.output, part.cos[layer.rope], part.sin[layer.rope], part.places[layer.kind],
                          part.adapters};
-    if (const int error = call_with_copies(before, inputs, layer.fixed, q)) return error;
+    if (const int error = call_with_copies(layer.before[j], inputs, layer.fixed, q)) return error;
     return aoti_torch_get_data_ptr(*q, (void**)address);
 }
 
-// The part of a layer after attention. Frees q.
-int call_after(const Function& after, const Layer& layer, Part& part, void* q) {
-    if (const int error = aoti_torch_delete_tensor_object(q)) return error;
-    void* x = part.output;
-    const auto inputs = {x, part.attended, part.adapters};
-    if (const int error = call_with_copies(after, inputs, layer.fixed, &part.output)) return error;
+// The part of a layer after attention, or a layer with a state.
+int call_after(const Layer& layer, int j, Part& part) {
+    void *x = part.output, *after[] = {x, part.attended, part.adapters};
+    void* whole[] = {x, part.places[layer.kind], part.targets[layer.kind]};
+    const auto& inputs = layer.before ? after : whole;
+    if (const int error = call_with_copies(layer.after[j], inputs, layer.fixed, &part.output)) return error;
     return aoti_torch_delete_tensor_object(x);
 }
 
 }  // namespace
 
-// Run layers up to the attention of the last one. Each layer is `before`, attention and `after`.
+// Run layers, up to the attention of the last one if it has one. A layer is `before`, attention and `after`; or, if it
+// has a state, `after` alone, and then every sequence of the step has one row.
 //
-// before, after: one function for each part, because two threads must not call the same function at the same time.
+// steps: one for each kind of layers; null for a kind with a state.
 // parts: each has `part_rows` rows except the last, which may have fewer. `output` becomes the handle of the input of
-//     the last layer.
-// steps: one for each kind of layers.
+//     the last layer, or of its output if it has a state.
 // attended: each layer writes the output of its attention here; the last layer's output stays.
 //
 // Several parts are computed at the same time, each by a single thread. A single part is computed by all threads.
 // Frees no inputs. Returns 0, or an error's code; temporary tensors may then not be freed.
-extern "C" int run_layers(const Function* before, const Function* after, const Layer* layers, size_t num_layers,
-                          const Step* const* steps, int64_t num_blocks, Part* parts, int num_parts, int64_t part_rows,
-                          void* attended) {
+extern "C" int run_layers(const Layer* layers, size_t num_layers, const Step* const* steps, int64_t num_blocks,
+                          Part* parts, int num_parts, int64_t part_rows, void* attended) {
     std::vector<void*> q(num_parts);
     std::vector<const void*> addresses(num_parts);
     std::atomic<int> error = 0;
@@ -119,20 +122,22 @@ extern "C" int run_layers(const Function* before, const Function* after, const L
     const auto run = [&] {
         for (size_t i = 0; i < num_layers; i++) {
             const Layer& layer = layers[i];
+            if (layer.before) {
 #pragma omp for schedule(static)
-            for (int j = 0; j < num_parts; j++) {
-                if (error) continue;  // from another part, in the previous layer
-                if (const int code = call_before(before[j], layer, parts[j], &q[j], &addresses[j])) error = code;
+                for (int j = 0; j < num_parts; j++) {
+                    if (error) continue;  // from another part, in the previous layer
+                    if (const int code = call_before(layer, j, parts[j], &q[j], &addresses[j])) error = code;
+                }
+                if (error) break;
+                const Step& step = *steps[layer.kind];
+                attend(step, addresses.data(), part_rows, layer.kv_cache, num_blocks, layer.window, attended);
             }
-            if (error) break;
-            attend(*steps[layer.kind], addresses.data(), part_rows, layer.kv_cache, num_blocks, layer.window, attended);
 #pragma omp for schedule(static) nowait  // a thread has the same part in every layer
             for (int j = 0; j < num_parts; j++) {
-                int code;
-                if (i + 1 == num_layers)
-                    code = aoti_torch_delete_tensor_object(q[j]);
-                else
-                    code = call_after(after[j], layer, parts[j], q[j]);
+                if (error) continue;
+                int code = 0;
+                if (layer.before) code = aoti_torch_delete_tensor_object(q[j]);
+                if (!code && !(layer.before && i + 1 == num_layers)) code = call_after(layer, j, parts[j]);
                 if (code) error = code;
             }
         }

@@ -11,11 +11,12 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p, pointer, py_object
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _aoti
 
 from nanopage.kernels.grouped_attention import GroupedAttention
@@ -44,6 +45,8 @@ class _FixedInputs(ctypes.Structure):
 class _Layer(ctypes.Structure):
     _fields_ = (
         ("fixed", _FixedInputs),
+        ("before", c_void_p),
+        ("after", c_void_p),
         ("kv_cache", c_void_p),
         ("window", c_int64),
         ("rope", c_int64),
@@ -53,12 +56,13 @@ class _Layer(ctypes.Structure):
 
 class _Part(ctypes.Structure):
     _fields_ = (
-        ("x", c_void_p),
-        ("slot_mapping", MOST_KINDS * c_void_p),
-        ("attended", c_void_p),
+        ("x", 1 * c_void_p),
+        ("places", MOST_KINDS * c_void_p),
+        ("targets", MOST_KINDS * c_void_p),
+        ("attended", 1 * c_void_p),
         ("cos", 2 * c_void_p),
         ("sin", 2 * c_void_p),
-        ("adapters", c_void_p),
+        ("adapters", 1 * c_void_p),
         ("output", c_void_p),
     )
 
@@ -113,30 +117,35 @@ class FixedInputs:
 
 
 class Layers:
-    """What all steps need to know of the layers.
+    """What all steps of a kind need to know of the layers.
 
     Args:
+        functions: of each layer: `before` and `after`, or, if it has a state, one for the whole layer.
         fixed: the fixed inputs of each layer's functions.
         kv_caches: the KV cache of each layer, as in KVCache.
-        windows: how many of the last tokens the attention of each layer sees; None for all.
+        windows: how many of the last tokens the attention of each layer sees; None for all; STATE.
         ropes: which of the model's ropes each layer has.
         kinds: the kind of each layer (see layer_kinds.py).
     """
 
     def __init__(
         self,
+        functions: Sequence[Sequence[Library]],
         fixed: Sequence[FixedInputs],
         kv_caches: Sequence[Tensor],
         windows: Sequence[int | None],
         ropes: Sequence[int],
         kinds: Sequence[int],
     ):
-        self.fixed, self.kv_caches = fixed, kv_caches  # kept, because `structures` has their addresses
+        self.functions, self.fixed, self.kv_caches = functions, fixed, kv_caches  # `structures` has their addresses
         self.num_blocks = kv_caches[0].shape[1]
+        addresses = [[ctypes.addressof(library.functions) for library in of_layer] for of_layer in functions]
         self.structures = (_Layer * len(fixed))(
             *(
-                _Layer(inputs.structure, cache.data_ptr(), window or 0, rope, kind)
-                for inputs, cache, window, rope, kind in zip(fixed, kv_caches, windows, ropes, kinds, strict=True)
+                _Layer(inputs.structure, *([None] * (2 - len(own))), *own, cache.data_ptr(), window or 0, rope, kind)
+                for own, inputs, cache, window, rope, kind in zip(
+                    addresses, fixed, kv_caches, windows, ropes, kinds, strict=True
+                )
             )
         )
 
@@ -154,8 +163,7 @@ class Chain:
             POINTER(_Function), c_void_p, c_size_t, POINTER(_FixedInputs), POINTER(c_void_p), c_size_t,
         ]  # fmt: skip
         self._run_layers.argtypes = [
-            POINTER(_Function), POINTER(_Function), POINTER(_Layer), c_size_t, POINTER(POINTER(Step)), c_int64,
-            POINTER(_Part), c_int, c_int64, c_void_p,
+            c_void_p, c_size_t, POINTER(POINTER(Step)), c_int64, POINTER(_Part), c_int, c_int64, c_void_p,
         ]  # fmt: skip
         self.attend.argtypes = [POINTER(Step), POINTER(c_void_p), c_int64, c_void_p, c_int64, c_int64, c_void_p]
         self.attend.restype = None
@@ -167,51 +175,46 @@ class Chain:
         return take_tensors(outputs)
 
     def run_layers(
-        self,
-        before: Library,
-        after: Library,
-        layers: Layers,
-        x: Tensor,
-        step: StepContext,
-        attended: Tensor,
-        num_parts: int,
+        self, layers: Layers, run: range, x: Tensor, step: StepContext, attended: Tensor, num_parts: int
     ) -> Tensor:
-        """Run layers up to the attention of the last one.
+        """Run adjacent layers, up to the attention of the last one if it has one.
 
         Args:
-            before, after: the parts of a layer before and after attention.
+            run: which of the layers.
             x: [T, hidden_size]. T is the number of tokens.
-            step: with the rotations. Its attentions are GroupedAttentions. Its adapters, if there are any, are a
-                further input of both functions: the adapter slot of each token, int64 [T].
+            step: with the rotations. Its attentions are GroupedAttentions, or, if they are states, StatePages of T
+                sequences. States of fewer sequences are allowed if no layer of the run has one. Its adapters, if there
+                are any, are a further input of all functions: the adapter slot of each token, int64 [T].
             attended: [T, num_heads, head_dim], contiguous. Each layer writes the output of its attention here, and the
                 last layer's output stays.
             num_parts: the rows are divided into at most this many parts, which are computed at the same time, each by
                 a single thread. 1: all threads compute all rows together.
 
-        Returns: the input of the last layer, [T, hidden_size].
+        Returns: the input of the last layer, [T, hidden_size]; or its output, if it has a state.
         Raises: RuntimeError if a function fails; its error is on stderr.
         """
         part_rows = -(-len(x) // num_parts)
         while len(x) > 1 and len(x) % part_rows == 1:
             part_rows += 1  # because the code for several rows may be wrong for one row
-        attentions, rotations, adapters = step.attentions, step.rotations, step.adapters
-        slots = [attention.slot_mapping for attention in attentions]
-        tensors = [x, attended, *slots, *(t for rotation in rotations for t in rotation)]
-        inputs = [new_handles(t.split(part_rows)) for t in tensors]
-        parts = (_Part * len(inputs[0]))()
-        for part, of_part in zip(parts, zip(*inputs, strict=True), strict=True):
-            part.x, part.attended, *others = of_part
-            part.slot_mapping[: len(slots)], turns = others[: len(slots)], others[len(slots) :]
-            part.cos[: len(rotations)], part.sin[: len(rotations)] = turns[::2], turns[1::2]
-        steps = list(map(Step, attentions))
-        if adapters is not None:
-            inputs.append(new_handles(adapters.split(part_rows)))
-            for part, handle in zip(parts, inputs[-1], strict=True):
-                part.adapters = handle
+        cos, sin = zip(*step.rotations, strict=True)
+        tensors: dict[str, Sequence[Tensor | None]] = {"x": [x], "attended": [attended], "cos": cos, "sin": sin}
+        tensors["places"] = [places_of(attention) for attention in step.attentions]
+        tensors["targets"] = [getattr(attention, "targets", None) for attention in step.attentions]
+        tensors["adapters"] = [step.adapters]
+        parts, inputs = (_Part * -(-len(x) // part_rows))(), []
+        for name, values in tensors.items():
+            for index, tensor in enumerate(values):
+                if tensor is not None and len(tensor) == len(x):
+                    inputs.append(new_handles(tensor.split(part_rows)))
+                    for part, handle in zip(parts, inputs[-1], strict=True):
+                        getattr(part, name)[index] = handle
+        steps = {kind: Step(each) for kind, each in enumerate(step.attentions) if isinstance(each, GroupedAttention)}
+        of_kinds = (POINTER(Step) * len(step.attentions))()  # null for a kind with a state
+        for kind, of_kind in steps.items():
+            of_kinds[kind] = pointer(of_kind)
         code = self._run_layers(
-            before.functions, after.functions, layers.structures, len(layers.structures),
-            (POINTER(Step) * len(steps))(*map(pointer, steps)), layers.num_blocks, parts, len(parts), part_rows,
-            attended.data_ptr(),
+            ctypes.addressof(layers.structures[run.start]), len(run),
+            of_kinds, layers.num_blocks, parts, len(parts), part_rows, attended.data_ptr(),
         )  # fmt: skip
         for handles in inputs:
             take_tensors(handles)  # frees the handles
@@ -220,46 +223,65 @@ class Chain:
 
 
 class CompiledLayers:
-    """Computes the layers of a Decoder, with compiled code.
+    """Computes the layers of a Decoder, with compiled code. Layers with a state run eagerly in a step in which a
+    sequence has several tokens.
 
     Args:
-        libraries: the compiled functions, by part and kind.
-        layers: the layers without the weights of adapters.
-        adapted: the layers with these weights. None: there are no slots for adapters.
-        last: the attention of the last layer, a SelfAttention.
+        layers: by the kind of step, by rows and adapters.
+        modules: the layers of the Decoder.
+        heads: num_heads and head_dim of attention.
         num_threads: the most threads that a step may have.
     """
 
     def __init__(
         self,
         chain: Chain,
-        libraries: dict[tuple[str, str], Library],
-        layers: Layers,
-        adapted: Layers | None,
-        last: Any,
+        layers: dict[str, Layers],
+        modules: Sequence[nn.Module],
+        heads: tuple[int, int],
         num_threads: int,
     ):
-        self.chain, self.libraries, self.layers, self.adapted = chain, libraries, layers, adapted
-        self.last, self.num_threads = last, num_threads
+        self.chain, self.layers, self.modules, self.heads = chain, layers, modules, heads
+        self.num_threads = num_threads
+        self.have_state = [len(functions) == 1 for functions in layers["many"].functions]
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Run all layers on x [T, hidden_size]. Returns: the output of the last layer, for the rows that the step
         keeps."""
-        layers = self.layers if step.adapters is None else self.adapted
-        assert layers is not None
-        attended = x.new_empty(len(x), self.last.num_heads, self.last.head_dim)
-        before, after = self._part("before", x, step), self._part("after", x, step)
+        if all(len(places_of(attention)) == len(x) for attention in step.attentions):
+            return self._run(range(len(self.modules)), x, step)
+        for has_state, run in groupby(range(len(self.modules)), self.have_state.__getitem__):
+            if has_state:
+                for index in run:
+                    x = self.modules[index](x, step)
+            else:
+                indexes = list(run)
+                x = self._run(range(indexes[0], indexes[-1] + 1), x, step)
+        return x
+
+    def _run(self, run: range, x: Tensor, step: StepContext) -> Tensor:
+        """As `__call__`, for some adjacent layers."""
+        attended = x.new_empty(len(x), *self.heads)
         num_threads = min(self.num_threads, torch.get_num_threads())
         num_parts = num_threads if len(x) >= num_threads * PART_ROWS else 1
-        x = self.chain.run_layers(before, after, layers, x, step, attended, num_parts)
-        x, attended = step.keep(self.last, x, attended)
+        x = self.chain.run_layers(self._layers(x, step), run, x, step, attended, num_parts)
+        last = run[-1]
+        if self.have_state[last]:
+            return x if step.rows is None or run.stop < len(self.modules) else x[step.rows]
+        x, attended = step.keep(self.modules[last].self_attn, x, attended)
         inputs = (x, attended) if step.adapters is None else (x, attended, step.adapters)
-        return self.chain.call(self._part("after", x, step), layers.fixed[-1], *inputs)[0]
+        layers = self._layers(x, step)
+        return self.chain.call(layers.functions[last][-1], layers.fixed[last], *inputs)[0]
 
-    def _part(self, part: str, x: Tensor, step: StepContext) -> Library:
-        """The function for as many rows as x has."""
+    def _layers(self, x: Tensor, step: StepContext) -> Layers:
+        """The layers with functions for as many rows as x has."""
         kind = "one" if len(x) == 1 else "many"
-        return self.libraries[part, kind if step.adapters is None else f"adapted-{kind}"]
+        return self.layers[kind if step.adapters is None else f"adapted-{kind}"]
+
+
+def places_of(attention: Any) -> Tensor:
+    """Where the K and V of each token go, or, of layers with a state, where the state of each sequence is."""
+    return attention.slot_mapping if isinstance(attention, GroupedAttention) else attention.sources
 
 
 class CompiledHead:

@@ -31,7 +31,7 @@ from nanopage.adapters.layers import Running
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
 from nanopage.cpu import lora  # noqa: F401 (registers an operator)
-from nanopage.cpu.aot import TIME_LIMIT, file_kinds, tensors_of
+from nanopage.cpu.aot import PLAIN, TIME_LIMIT, file_kinds, state_of, tensors_of
 from nanopage.cpu.compiled_files import LOCK, find_file
 from nanopage.cpu.packed import PackedRowWeight, PackedWeight, pack
 from nanopage.cpu.packed_linear import TILE, matvec, tile_width
@@ -48,11 +48,12 @@ from nanopage.cpu.toolchain import (
     only_avx2,
     product_constants,
 )
+from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import scale_logits
 from nanopage.models.meta import meta_model
 from nanopage.sampling.argmax import argmax
 from nanopage.state import pages
-from nanopage.state.layer_kinds import MOST_KINDS
+from nanopage.state.layer_kinds import MOST_KINDS, STATE
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,  # packed weights have no strides to assert on
@@ -78,7 +79,7 @@ PROCESS_BYTES = 2**30  # memory of each process: 700 MB were measured
 
 
 class _Exported(nn.Module):
-    """Computes a part of a layer as a function of its inputs, and of its KV cache and weights."""
+    """Computes a part of a layer as a function of its inputs, and of its KV cache or state and weights."""
 
     def __init__(self, layer: nn.Module, part: str, running: Running | None):
         super().__init__()
@@ -103,6 +104,10 @@ class _Part(nn.Module):
             self.running.step = SimpleNamespace(adapters=slots)
         if self.part == "after":
             return self.layer.after(*inputs)
+        if self.part == "mixer":
+            x, sources, targets = inputs
+            state = SimpleNamespace(sources=sources, targets=targets)
+            return self.layer(x, StepContext(x, [state], [0], [kv_cache]))
         x, cos, sin, slot_mapping = inputs
         q, k, v = self.layer.before(x, cos, sin)
         pages.write(k, v, kv_cache, slot_mapping)
@@ -127,6 +132,8 @@ def compile_layer(
     x = torch.zeros(num_rows, config.hidden_size, dtype=dtype)
     if part == "after":
         inputs = [x, torch.zeros(num_rows, config.num_heads, config.head_dim, dtype=dtype)]
+    elif part == "mixer":
+        inputs = [x, *torch.zeros(2, num_rows, dtype=torch.int64)]
     else:
         cos, sin = torch.zeros(2, num_rows, 1, config.rope.num_rotated(config.head_dim) // 2, dtype=dtype)
         inputs = [x, cos, sin, torch.zeros(num_rows, dtype=torch.int64)]
@@ -135,6 +142,8 @@ def compile_layer(
     # oneDNN's tensors are opaque: tracing uses plain tensors of the same shape instead.
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
     kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=kv_dtype)
+    if part == "mixer":
+        kv_cache = state_of(kv_cache)
     any_size = torch.export.Dim.DYNAMIC
     dims = [[{0: None if num_rows == 1 else any_size}] * len(inputs), {1: any_size}, [None] * len(stand_ins)]
     # Memory planning saves allocations, which take a twentieth of a step of a single token.
@@ -232,7 +241,8 @@ def main(spec: dict[str, Any], directory: Path, make: Callable[..., Any] | None 
     with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        missing = [name for name in file_kinds(spec["tiled"], spec["adapted"]) if find_file(directory, name) is None]
+        names = file_kinds(config, spec["tiled"], spec["adapted"])
+        missing = [name for name in names if find_file(directory, name) is None]
         if not missing:
             return {}
         # Importing the compiler takes seconds.
@@ -276,7 +286,8 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
     """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
     dtype, kv_dtype, tiled = getattr(torch, spec["dtype"]), getattr(torch, spec["kv_dtype"]), spec["tiled"]
-    part, kind = file_kinds(tiled, spec["adapted"])[name]
+    part, kind = file_kinds(config, tiled, spec["adapted"])[name]
+    part, has_experts = part.removesuffix(PLAIN), not part.endswith(PLAIN)
     adapted, kind = kind.startswith("adapted-"), kind.removeprefix("adapted-")
     if part == "chain":
         compile_chain(attention_constants(config, dtype, kv_dtype, spec["block_size"]), directory / name)
@@ -284,8 +295,9 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
     # Inductor uses the number of rows to decide which loops are worth several threads.
     num_rows = {"one": 1, "many": 90}[kind]
     # The smallest model with such a layer. Its weights are never filled.
-    experts = None if config.experts is None else replace(config.experts, layers=(True,))
-    small = replace(config, num_layers=1, sliding_windows=(None,), vocab_size=64, experts=experts)
+    experts = None if config.experts is None else replace(config.experts, layers=(has_experts,))
+    windows = (STATE if part == "mixer" else None,)
+    small = replace(config, num_layers=1, sliding_windows=windows, vocab_size=64, experts=experts)
     model = meta_model(small).to(dtype).to_empty(device="cpu").requires_grad_(False)
     if part == "head":
         compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)

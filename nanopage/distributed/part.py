@@ -53,9 +53,11 @@ class Part:
 
     def config(self, whole: ModelConfig) -> ModelConfig:
         """The shape of this part. Raises: as `divide` and `layers_of_stage`."""
-        layers = self._layers(whole)
-        windows = tuple(whole.sliding_windows[index] for index in layers)
-        return replace(self._divided(whole), num_layers=len(layers), sliding_windows=windows)
+        mine, part = self._layers(whole), self._divided(whole)
+        layers = slice(mine.start, mine.stop)
+        experts = part.experts and replace(part.experts, layers=part.experts.layers[layers])
+        windows = whole.sliding_windows[layers]
+        return replace(part, num_layers=len(mine), sliding_windows=windows, experts=experts)
 
     def model(self, whole: ModelConfig) -> Decoder:
         """This part of each layer, on the meta device. Layers keep their numbers: layers of other stages are

@@ -4,6 +4,9 @@ a convolution or the matrix of linear attention.
 A state takes the place of a block's K and V. state/layer_kinds.py says which blocks a sequence has, and
 worker/state_pages.py which of them a step reads and writes. The numbers are in float32, or in float64 if the model
 computes in it, because a state sums up all tokens of a sequence.
+
+cpu/aot_compile.py exports layers for steps in which every sequence has one token. There, a mixer looks at the `sources`
+and `targets` of StatePages only, and asks for sizes with `x.shape[0]`: `len(x)` would fix them.
 """
 
 from collections.abc import Sequence
@@ -58,7 +61,7 @@ def write_state(step: StepContext, mixer: Any, *tensors: Tensor) -> None:
     pages: Any = step.attention_of(mixer)
     cache = movable(step.kv_caches[mixer.index])
     numbers = torch.cat([tensor.flatten(1) for tensor in tensors], dim=1)
-    page = cache.new_zeros(len(numbers), cache[:, 0].numel())
+    page = cache.new_zeros(numbers.shape[0], cache[:, 0].numel())
     page.view(numbers.dtype)[:, : numbers.shape[1]] = numbers
     cache.index_copy_(1, pages.targets, page.view(-1, len(cache), *cache.shape[2:]).movedim(1, 0))
 
@@ -74,7 +77,14 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, pages: Any) -> tuple[
 
     Returns: [T, channels], and `before` of the next step.
     """
-    past, counts = weight.shape[1] - 1, torch.from_numpy(pages.counts).to(x.device)
+    past = weight.shape[1] - 1
+    if x.shape[0] == before.shape[0]:  # a token of each sequence
+        taps = [*before.to(x.dtype).unbind(2), x]
+        out = x * weight[:, past]
+        for index in range(past):
+            out += taps[index] * weight[:, index]
+        return out, torch.stack(taps[1:], dim=2).to(before.dtype)
+    counts = torch.from_numpy(pages.counts).to(x.device)
     rows, window = torch.arange(len(counts), device=x.device), torch.arange(past, device=x.device)
     starts = counts.cumsum(0) - counts + rows * past  # of sequences among the inputs, each behind its past
     places = torch.arange(len(x), device=x.device) + (pages.sequence + 1) * past  # of tokens there

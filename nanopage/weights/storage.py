@@ -107,10 +107,8 @@ def why_eager(setup: Setup, model: Decoder) -> str | None:
         return f"eagerly: {str(setup.dtype).removeprefix('torch.')} is not compiled on this CPU"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return "eagerly: attention with sinks is not compiled"
-    if (experts := setup.model_config.experts) is not None:
-        if not any(isinstance(module, TiledExperts) for module in model.modules()):
-            adapters = " with adapters" if setup.config.enable_lora else ""
-            return f"eagerly: the experts of this model{adapters} are not compiled"
-        if not all(experts.layers):
-            return "eagerly, but for the products of experts: layers of two kinds are not compiled"
+    experts_apart = not any(isinstance(module, TiledExperts) for module in model.modules())
+    if setup.model_config.experts is not None and experts_apart:
+        adapters = " with adapters" if setup.config.enable_lora else ""
+        return f"eagerly: the experts of this model{adapters} are not compiled"
     return None

@@ -61,8 +61,8 @@ def why_not_compiled(setup: Setup) -> str | None:
         return "transformers' own modules are not compiled"
     if setup.model_config.residual_in_float32:
         return "hidden states in float32 are not compiled"
-    if setup.model_config.state:
-        return "layers with a state are not compiled"
+    if setup.on_gpu and setup.model_config.state:
+        return "layers with a state are not compiled on a GPU"
     if setup.model_config.latent is not None:
         return "layers with latent attention are not compiled"
     if setup.on_gpu and config.enable_lora:

@@ -37,7 +37,6 @@ from nanopage.__main__ import app
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.build import build_engine
 from nanopage.cpu import aot, aot_chain, aot_compile
-from nanopage.cpu.aot_chain import Library
 from nanopage.cpu.compiled_files import LOCK, digest, find_file
 from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
@@ -254,14 +253,10 @@ def test_compiled_layers_equal_the_eager_ones_at_any_size(model, directory):
 def test_parts_of_a_step_that_threads_compute_equal_the_whole(model, directory, monkeypatch, num_threads):
     monkeypatch.setattr(aot_chain, "PART_ROWS", 2)
     compiled, eager = (paged(model, compiled) for compiled in (True, False))
-    layers = compiled.way.layers
-    layers.num_threads = num_threads
+    way, spec = compiled.way, compiled.way.spec
+    way.layers, way.spec = None, spec | {"threads": num_threads}
+    way._load_if_ready()
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    layers.libraries = {
-        kind: Library(find_file(directory, name), num_threads)
-        for name, kind in compiled.way.files.items()
-        if name != aot.CHAIN
-    }
     for lengths in (LENGTHS, [40], [4], [num_threads * 2 + 1], [17, 1], [1] * 9):
         for plan in PLANS:
             for way in (compiled, eager):
@@ -297,15 +292,57 @@ def test_compiled_layers_with_weights_in_tiles_equal_the_eager_ones(tmp_path, ca
 
 @pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
 @pytest.mark.parametrize(
-    ("family", "tiles"), [("mixtral", None), ("qwen2_moe", None), ("qwen3_moe", None), ("qwen2_moe", "int8")]
+    ("family", "tiles", "plain"),
+    [("mixtral", None, None), ("qwen2_moe", None, None), ("qwen3_moe", None, [1]), ("qwen2_moe", "int8", [0, 2])],
 )
-def test_compiled_layers_with_experts_equal_the_eager_ones(tmp_path, cache, family, tiles):
-    model = tiny_model(tmp_path, family, num_hidden_layers=3)
+def test_compiled_layers_with_experts_equal_the_eager_ones(tmp_path, cache, family, tiles, plain):
+    """plain: layers without experts."""
+    model = tiny_model(tmp_path, family, num_hidden_layers=3, **({} if plain is None else {"mlp_only_layers": plain}))
     compiled_of(model, tiles=tiles).compile()
     assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), tiles)
     engine = engine_of(model, quantization=tiles)
     assert compiled_in(engine).layers is not None
     assert run(engine) == run(engine_of(model, quantization=tiles, enforce_eager=True))
+
+
+@pytest.mark.parametrize("family", ["lfm2"])
+def test_layers_with_a_state_can_be_exported_for_any_number_of_sequences(tmp_path, monkeypatch, family):
+    exported = []
+
+    def export(module, inputs, dims, file, options):
+        program = torch.export.export(module, (*inputs,), dynamic_shapes=(*dims,), strict=False)
+        exported.append(next(iter(program.graph.nodes)).meta["val"].shape[0])
+
+    monkeypatch.setattr(aot_compile, "_export", export)
+    compiled = compiled_of(tiny_model(tmp_path, family))
+    for name in [name for name, (part, _) in compiled.files.items() if part == "mixer"]:
+        aot_compile.make_part(compiled.spec, compiled.config, tmp_path, name)
+    one, many = exported
+    assert one == 1 and isinstance(many, torch.SymInt)
+
+
+@pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")
+@pytest.mark.parametrize("tiles", [None, "int8"])
+def test_compiled_layers_with_a_state_equal_the_eager_ones(tmp_path, cache, monkeypatch, tiles):
+    """In any order: the same code serves both models. A layer with a state, or with attention, may be the last one."""
+    for kinds in ("conv full_attention conv conv full_attention", "full_attention conv"):
+        layers = {"num_hidden_layers": len(kinds.split()), "layer_types": kinds.split(), "conv_bias": True}
+        model = tiny_model(tmp_path / kinds, "lfm2", **layers)
+        compiled = compiled_of(model, tiles=tiles)
+        assert (compiled.layers is None) == (kinds[0] == "c")
+        compiled.compile()
+        assert {"mixer-one", "mixer-many", "before-one", "after-many"} < kinds_in(compiled.directory)
+        for rows in (64, 2):  # from so many rows on, the threads divide steps
+            monkeypatch.setattr(aot_chain, "PART_ROWS", rows)
+            assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9), tiles)
+        engines = [engine_of(model, quantization=tiles, enforce_eager=eager) for eager in (False, True)]
+        tokens = [run(engine) for engine in engines]
+        assert compiled_in(engines[0]) and list(map(len, tokens[0])) == list(map(len, tokens[1]))
+        if tiles is None:
+            made = paged(model, True)
+            theirs = reference_logits(AutoModelForCausalLM.from_pretrained(model), made.sequences)
+            assert_all_close(made.run(PLANS[1]), theirs)
+            assert tokens[0] == tokens[1]
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")

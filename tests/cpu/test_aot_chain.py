@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,16 +72,20 @@ def test_other_threads_run_while_compiled_code_does(chain, waiting):
     assert torch.equal(chain.call(function, FixedInputs([]), x)[0], x)
 
 
-def layers_of(num_layers):
-    kv_cache = torch.zeros(num_layers, 2, 1, NUM_KV_HEADS, 32)
-    return Layers([FixedInputs([])] * num_layers, kv_cache, [None] * num_layers, [0] * num_layers, [0] * num_layers)
+def layers_of(function, states):
+    """Layers that do the same, with a state or with attention."""
+    kv_cache, zeros = torch.zeros(len(states), 2, 1, NUM_KV_HEADS, 32), [0] * len(states)
+    functions = [[function] * (1 if has_state else 2) for has_state in states]
+    return Layers(functions, [FixedInputs([])] * len(states), kv_cache, zeros, zeros, [*map(int, states)])
 
 
-def run_layers(chain, function, num_layers, x, num_parts=1):
+def run_layers(chain, function, states, x, num_parts=1):
     zeros = torch.zeros(1, dtype=torch.int64)
     attention = GroupedAttention(zeros.expand(len(x)), zeros[None], zeros + 1, zeros + 1)
-    step = StepContext(zeros, [attention], [], [], rotations=[(x, x)])
-    return chain.run_layers(function, function, layers_of(num_layers), x, step, torch.empty_like(x), num_parts)
+    state = SimpleNamespace(sources=zeros.expand(len(x)), targets=zeros.expand(len(x)))
+    step = StepContext(zeros, [attention, state], [], [], rotations=[(x, x)])
+    layers = layers_of(function, states)
+    return chain.run_layers(layers, range(len(states)), x, step, torch.empty_like(x), num_parts)
 
 
 def test_a_function_that_fails_is_an_error(chain, waiting):
@@ -89,8 +94,9 @@ def test_a_function_that_fails_is_an_error(chain, waiting):
     x = torch.arange(32.0).view(4, NUM_KV_HEADS, HEAD_DIM)
     for fails in (
         lambda: chain.call(function, FixedInputs([]), x),
-        lambda: run_layers(chain, function, 2, x),
-        lambda: run_layers(chain, function, 2, x, num_parts=2),
+        lambda: run_layers(chain, function, [False, False], x),
+        lambda: run_layers(chain, function, [False, True], x, num_parts=2),
+        lambda: run_layers(chain, function, [True], x),
     ):
         with pytest.raises(RuntimeError, match="compiled code failed"):
             fails()
@@ -104,9 +110,9 @@ def test_calls_and_the_end_of_fixed_inputs_free_their_tensors(chain, waiting):
     x = torch.from_numpy(array).view(4, NUM_KV_HEADS, HEAD_DIM)
     held = sys.getrefcount(array)
     assert torch.equal(chain.call(function, FixedInputs([]), x)[0], x)
-    for num_layers in (1, 3):
+    for states in ([False], [True], [False] * 3, [True, False, True], [False, True, False]):
         for num_parts in (1, 2):
-            assert torch.equal(run_layers(chain, function, num_layers, x, num_parts), x)
+            assert torch.equal(run_layers(chain, function, states, x, num_parts), x)
     assert sys.getrefcount(array) == held
     fixed = FixedInputs([x])
     del x
