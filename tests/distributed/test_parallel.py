@@ -275,6 +275,12 @@ def test_stages_cover_all_layers_once(model):
         assert max(map(len, stages)) - min(map(len, stages)) <= 1
 
 
+def test_a_stage_knows_which_of_its_layers_have_experts(tmp_path):
+    config = loader.read_config(tiny_model(tmp_path, "qwen2_moe", num_hidden_layers=3, mlp_only_layers=[2]))
+    stages = [Part(pp_rank=rank, pp_size=2).config(config) for rank in range(2)]
+    assert [stage.experts.layers for stage in stages] == [(True, True), (False,)]
+
+
 def test_ranks_are_numbered_stage_by_stage():
     config = EngineConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
     assert part_of(config, 0) == Part(0, 2, 0, 3)
