@@ -40,6 +40,8 @@ def delta_rule(
 
     Returns: o [T, heads, value_dim], and the states after the step, without the tokens of drafts.
     """
+    if q.shape[0] == state.shape[0]:
+        return _single_tokens(state, q, k, v, log_decay, beta)
     counts, kept = pages.counts.tolist(), getattr(pages, "kept", pages.counts).tolist()
     num_single = next((index for index, count in enumerate(counts) if count > 1), len(counts))
     sizes = [num_single]
@@ -63,7 +65,7 @@ def _single_tokens(
     """As `delta_rule`, of sequences that have one token each."""
     state = log_decay.exp()[..., None, None] * state
     u = beta[..., None] * (v - (k[..., None, :] @ state).squeeze(-2))
-    state += k[..., None] * u[..., None, :]
+    state = state + k[..., None] * u[..., None, :]
     return (q[..., None, :] @ state).squeeze(-2), state
 
 

@@ -35,7 +35,7 @@ def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor, pages: A
 
     Returns: y [T, G, R, P], and the states after the step, without the tokens of drafts.
     """
-    if len(x) == len(state):
+    if x.shape[0] == state.shape[0]:
         return decode(x, decay, b, c, state)
     first = int((pages.counts > 1).argmax())  # the first prompt
     one, more = ([tensor[which] for tensor in (x, decay, b, c, state)] for which in (slice(first), slice(first, None)))

@@ -52,7 +52,6 @@ PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
     "gemma-3-270m": 0.268,
     "LFM2-350M": 0.3545,
     "Mixtral-8x7B": 46.703,
-    "LFM2-350M": 0.3545,
 }
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
 
