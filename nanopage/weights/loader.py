@@ -39,7 +39,7 @@ from nanopage.weights.allocation import all_finite, materialize
 logger = logging.getLogger("nanopage")
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint
 DUMMY_STD = 0.02  # the usual initializer_range
-# The types that weights may have in a safetensors file. Types of 8 bits and less need scales, which we do not apply.
+# The types that weights may have in a safetensors file. Types of 8 bits and less need scales: only MXFP4 has them here.
 FLOATS = ("F64", "F32", "F16", "BF16")
 INTEGERS = ("I32",)  # of AWQ and GPTQ
 # The scales of K and V of a layer, as compressed-tensors, vLLM and ModelOpt name them.
