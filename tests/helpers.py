@@ -41,6 +41,13 @@ VOCAB_SIZE = 300  # the special tokens, 256 bytes and some merges
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
 LONG = os.environ.get("NANOPAGE_LONG_TESTS", "0") != "0"
+TEMPERATURE = {  # a rope of Ministral 3 that multiplies q from the ninth token on
+    "rope_theta": 1e4,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.3,
+}
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -107,8 +114,8 @@ def tiny_hf_model(
         "bos_token_id": 1,
         "eos_token_id": EOS,
     }
-    if family in ("qwen3", "gemma2", "gemma3_text"):
-        fields["head_dim"] = 32  # its default is 128 or 256
+    if family in ("qwen3", "gemma2", "gemma3_text", "glm", "glm4", "ministral", "ministral3"):
+        fields["head_dim"] = 32  # its default is 128 or 256, or missing
     if family.startswith("gemma"):  # as in real models: head_dim, and a window in some layers
         fields |= {"query_pre_attn_scalar": 32, "sliding_window": 7}
     if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
@@ -118,7 +125,7 @@ def tiny_hf_model(
     if family in ("qwen3_next", "qwen3_5_moe_text"):
         fields |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
         fields["shared_expert_intermediate_size"] = 48
-    if family in ("phi3", "smollm3", "lfm2"):
+    if family in ("phi3", "smollm3", "lfm2", "glm", "glm4"):
         fields["pad_token_id"] = None  # its default is not in the vocabulary
     if family == "lfm2":
         fields["layer_types"] = ["conv", "full_attention"]
@@ -129,7 +136,7 @@ def tiny_hf_model(
     if family == "granitemoehybrid":
         fields |= {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "shared_intermediate_size": 40}
         fields |= {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
-    if family == "olmo3":
+    if family in ("olmo3", "ministral"):
         fields["sliding_window"] = 7  # its default is 4096
     if family == "mistral":
         fields["sliding_window"] = None
@@ -146,6 +153,9 @@ def tiny_hf_model(
         fields |= {"n_group": 4, "topk_group": 2} if family.startswith("deepseek") else {}
     if family == "qwen2_moe":
         fields["shared_expert_intermediate_size"] = 48
+    if family == "glm4_moe":
+        fields |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "pad_token_id": None}
+        fields |= {"n_group": 4, "topk_group": 2, "head_dim": 24}
     config = AutoConfig.for_model(family, **fields | config_overrides)
     with torch.random.fork_rng():
         torch.manual_seed(seed)

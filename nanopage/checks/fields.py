@@ -84,6 +84,7 @@ RANGES = {
     "attention_factor": (1e-3, 1e3),
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
+    "llama_4_scaling_beta": (0.0, 1e3),
     "rope_local_base_freq": (2.0, 1e15),
     "partial_rotary_factor": (1e-3, 1.0),
     "query_pre_attn_scalar": (1e-3, 1e6),

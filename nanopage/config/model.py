@@ -69,7 +69,7 @@ class ModelConfig:
     Fields that only some families set, and others leave at their defaults:
 
     activation: of the feed-forward layer, one of ACTIVATIONS.
-    norm_offset: as in layers/norm.py.
+    norm_offset: as in layers/norm.py. head_norms: whether the heads of q and k have norms.
     attention_scale: of the products of q and K. None: head_dim ** -0.5.
     attention_softcap, logit_softcap: x becomes softcap * tanh(x / softcap), for the scores of attention and for logits.
         0: x stays.
@@ -106,6 +106,7 @@ class ModelConfig:
     quantization: StoredQuantization | None = None
     experts: ExpertsConfig | None = None
     attention_bias: bool = False
+    head_norms: bool = False
     mlp_bias: bool = False
     activation: str = "silu"
     norm_offset: float | None = None

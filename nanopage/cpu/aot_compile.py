@@ -135,7 +135,8 @@ def compile_layer(
     elif part == "mixer":
         inputs = [x, *torch.zeros(2, num_rows, dtype=torch.int64)]
     else:
-        cos, sin = torch.zeros(2, num_rows, 1, config.rope.num_rotated(config.head_dim) // 2, dtype=dtype)
+        tables = 1 if config.rope.temperature is None else 2
+        cos, sin = torch.zeros(2, num_rows, tables, config.rope.num_rotated(config.head_dim) // 2, dtype=dtype)
         inputs = [x, cos, sin, torch.zeros(num_rows, dtype=torch.int64)]
     if running is not None:
         inputs.append(torch.zeros(num_rows, dtype=torch.int64))

@@ -44,6 +44,7 @@ def rotate_kernel(
     NORMS: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,  # added to the weights of the norms
+    TABLES: tl.constexpr,  # rotations of a token: one of all heads, or one of q and one of k
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
@@ -72,8 +73,10 @@ def rotate_kernel(
         normed, none = mask & (head < Q_HEADS + KV_HEADS)[:, None], 1.0 - OFFSET
         x1 *= scale * (OFFSET + tl.load(norm_ptr, mask=normed, other=none).to(EXACT))
         x2 *= scale * (OFFSET + tl.load(norm_ptr + (two - one)[None, :], mask=normed, other=none).to(EXACT))
-    cos = tl.load(cos_ptr + token * TURNED + dim, mask=dim < TURNED, other=1.0).to(EXACT)[None, :]
-    sin = tl.load(sin_ptr + token * TURNED + dim, mask=dim < TURNED, other=0.0).to(EXACT)[None, :]
+    table = token if TABLES == 1 else (token * TABLES + tl.where(is_q, 0, 1))[:, None]
+    angle, turned = table * TURNED + dim[None, :], (dim < TURNED)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=turned, other=1.0).to(EXACT)
+    sin = tl.load(sin_ptr + angle, mask=turned, other=0.0).to(EXACT)
     cos, sin = tl.where(is_v[:, None], 1.0, cos), tl.where(is_v[:, None], 0.0, sin)
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
     q_at = q_ptr + (token * Q_HEADS + head)[:, None] * HEAD_DIM
@@ -107,7 +110,8 @@ def rotate_and_write(
 
     Args:
         heads: [T, q heads + 2 * kv_heads, head_dim], contiguous.
-        cos, sin: [T, 1, rotated / 2], contiguous. The other dimensions of a head are not rotated.
+        cos, sin: [T, 1, rotated / 2], or [T, 2, rotated / 2] of q and of k; contiguous. The other dimensions of a head
+            are not rotated.
         norms: the weights of the norms of q heads and k heads, [head_dim] each, their epsilon and what is added to the
             weights. None: no norms.
         kv_cache: one layer's cache (see pages.py).
@@ -116,7 +120,7 @@ def rotate_and_write(
         scales: of K and V in a cache in fp8 (see pages.py).
     """
     eps, offset = (None, 0.0) if norms is None else norms[2:]
-    options = rotate_options(heads, kv_cache, 2 * cos.shape[2], eps, offset)
+    options = rotate_options(heads, kv_cache, 2 * cos.shape[2], eps, offset, cos.shape[1])
     q_norm, k_norm = norms[:2] if norms is not None else (cos, cos)  # placeholders
     grid = len(heads), triton.cdiv(heads.shape[1], HEADS)
     factors = 1 / scales[0], 1 / scales[1]
@@ -125,11 +129,12 @@ def rotate_and_write(
 
 
 def rotate_options(
-    heads: Tensor, kv_cache: Tensor, rotated: int, eps: float | None, offset: float = 0.0
+    heads: Tensor, kv_cache: Tensor, rotated: int, eps: float | None, offset: float = 0.0, tables: int = 1
 ) -> dict[str, Any]:
     """The constants that rotate_kernel is specialized on, and the number of warps.
 
-    Args: rotated: dimensions of a head. eps, offset: of the norms; eps is None without norms.
+    Args: rotated: dimensions of a head. eps, offset: of the norms; eps is None without norms. tables: rotations of a
+        token.
     """
     kv_heads, head_dim = kv_cache.shape[2], heads.shape[2]
     return {
@@ -143,5 +148,6 @@ def rotate_options(
         "NORMS": eps is not None,
         "EPS": eps or 0.0,
         "OFFSET": offset,
+        "TABLES": tables,
         "num_warps": 4,
     }

@@ -10,6 +10,7 @@ from nanopage.config.rope import RopeConfig
 
 class RotaryEmbedding(nn.Module):
     """Computes the rotations of all heads: positions [T] -> (cos, sin) of each rope, [T, 1, rotated / 2] in `dtype`.
+    A rope with a temperature has rotations of q and of k: [T, 2, rotated / 2].
 
     Args: ropes: of the model, which has one or two. They rotate the same number of dimensions.
     """
@@ -19,14 +20,20 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, head_dim: int, *ropes: RopeConfig):
         super().__init__()
         frequencies, self.scales = zip(*(inverse_frequencies(head_dim, rope) for rope in ropes), strict=True)
+        self.temperatures = [rope.temperature for rope in ropes]
         self.register_buffer("frequencies", torch.stack(frequencies), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         rotations = []
-        for frequencies, scale in zip(self.frequencies, self.scales, strict=True):
+        for frequencies, scale, temperature in zip(self.frequencies, self.scales, self.temperatures, strict=True):
             # Angles are float32: bfloat16 cannot tell position 256 from 257.
             angles = positions[:, None, None].float() * frequencies
-            rotations.append(((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)))
+            cos, sin = angles.cos() * scale, angles.sin() * scale
+            if temperature is not None:
+                beta, length = temperature
+                of_q = 1 + beta * (positions / length).floor().log1p()[:, None, None]
+                cos, sin = torch.cat((cos * of_q, cos), dim=1), torch.cat((sin * of_q, sin), dim=1)
+            rotations.append((cos.to(dtype), sin.to(dtype)))
         return rotations
 
 

@@ -15,7 +15,7 @@ import pytest
 from nanopage import EngineConfig
 from nanopage.checks.fields import MAX_SIZES, RANGES
 from nanopage.checks.stored_quantization import StoredQuantization
-from nanopage.config.model import ModelConfig
+from nanopage.config.model import ExpertsConfig, ModelConfig
 from nanopage.config.rope import ROPE_NUMBERS, ROPE_TYPES, RopeConfig
 from nanopage.families import granite_hybrid, mamba2
 from nanopage.layers.rotary import inverse_frequencies
@@ -42,6 +42,8 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "olmo3",
     "Lfm2ForCausalLM": "lfm2",
     "GptOssForCausalLM": "gpt_oss",
+    "GlmForCausalLM": "glm4",
+    "MinistralForCausalLM": "ministral",
 }
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
@@ -589,6 +591,23 @@ PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_k
         (of_family("GptOssForCausalLM", hidden_act="gelu"), "hidden_act 'gelu' is not supported with experts"),
         (of_family("GptOssForCausalLM", layer_types=["full_attention"]), "layer_types"),
         (of_family("GptOssForCausalLM", num_experts_per_tok=200), "num_experts_per_tok"),
+        (of_family("Glm4ForCausalLM", head_dim=8, partial_rotary_factor=0.2), "partial_rotary_factor 0.2 rotates 1 of"),
+        (
+            of_family("Ministral3ForCausalLM", sliding_window=8, layer_types=["full_attention"] * 4),
+            "layer_types must be sliding_attention",
+        ),
+        (
+            of_family("Ministral3ForCausalLM", rope_parameters={"rope_type": "linear", "factor": 2.0}),
+            "rope_parameters of type 'linear' is not supported for Ministral 3",
+        ),
+        (
+            of_family("Ministral3ForCausalLM", rope_scaling={"type": "default", "llama_4_scaling_beta": 0.1}),
+            "rope_scaling: original_max_position_embeddings must be a number",
+        ),
+        (
+            of_family("Ministral3ForCausalLM", rope_scaling={"type": "yarn", "factor": 2.0}),
+            "rope_scaling: llama_4_scaling_beta must be a number",
+        ),
         (PHI3 | {"partial_rotary_factor": 0.2}, "partial_rotary_factor 0.2 rotates 1 of 8"),
         (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         (PHI3 | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
@@ -634,6 +653,30 @@ def test_missing_fields_of_gpt_oss_are_those_of_transformers():
     expected = RopeConfig(150000.0, "yarn", yarn | {"original_max_position_embeddings": 4096})
     (ours, scale), (theirs, their_scale) = (inverse_frequencies(64, rope) for rope in (made.rope, expected))
     assert ours.equal(theirs) and scale == their_scale > 1
+
+
+def test_missing_fields_of_glm_are_those_of_transformers():
+    config = without(of_family("Glm4ForCausalLM", num_attention_heads=8), "num_key_value_heads")
+    made = config_from_dict(config)
+    assert (made.num_kv_heads, made.head_dim, made.attention_bias, made.rms_norm_eps) == (2, 128, True, 1.5625e-7)
+    assert (made.rope.partial, made.rope.theta) == (0.5, 1e4)
+    assert config_from_dict(config | {"partial_rotary_factor": None}).rope.partial == 1
+    made = config_from_dict(config | {"architectures": ["Glm4MoeForCausalLM"]})
+    assert (made.num_kv_heads, made.head_norms, made.rms_norm_eps, made.rope.partial) == (8, False, 1e-5, 0.5)
+    assert made.experts == ExpertsConfig(
+        128, 8, 1408, 1408, True, (False, True, True, True), shared_gate=False, corrected=True
+    )
+
+
+def test_missing_fields_of_ministral_are_those_of_transformers():
+    config = without(of_family("Ministral3ForCausalLM", num_attention_heads=16), "num_key_value_heads")
+    made = config_from_dict(config)
+    assert (made.num_kv_heads, made.head_dim, made.rms_norm_eps) == (8, 128, 1e-5)
+    assert (made.rope.theta, made.rope.params["factor"], made.rope.temperature) == (1e6, 16.0, (0.1, 16384))
+    made = config_from_dict(config | {"num_key_value_heads": None, "head_dim": None})
+    assert (made.num_kv_heads, made.head_dim) == (16, 4)
+    made = config_from_dict(config | {"architectures": ["MinistralForCausalLM"]})
+    assert (made.num_kv_heads, made.head_dim, made.sliding_windows, made.rope) == (8, 4, (4096,) * 4, RopeConfig(1e4))
 
 
 def test_ropes_of_olmo3():

@@ -18,6 +18,7 @@ from filelock import FileLock
 from gguf import GGMLQuantizationType as Kind
 from helpers import (
     CPU,
+    TEMPERATURE,
     Paged,
     assert_all_close,
     assert_close_but_for_rounding,
@@ -346,9 +347,16 @@ def test_compiled_layers_with_a_state_equal_the_eager_ones(tmp_path, cache, monk
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 30 s; runs with NANOPAGE_LONG_TESTS=1")
-@pytest.mark.parametrize("family", ["smollm3", "olmo3"])
-def test_compiled_layers_that_differ_in_their_ropes_equal_the_eager_ones(tmp_path, cache, family):
-    model = tiny_model(tmp_path, family, num_hidden_layers=5)
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        *[("smollm3", {"num_hidden_layers": 5}), ("olmo3", {"num_hidden_layers": 5})],
+        *[("glm4", {}), ("ministral3", {"rope_parameters": TEMPERATURE})],
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_compiled_layers_with_ropes_of_their_own_equal_the_eager_ones(tmp_path, cache, family, overrides):
+    model = tiny_model(tmp_path, family, **overrides)
     compiled_of(model).compile()
     assert_compiled_equals_eager(model, (LENGTHS, [3, 3], [17, 1], [1] * 9))
 

@@ -114,6 +114,8 @@ WINDOWS = {
             "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "ministral3, window": ("ministral3", {"sliding_window": 6}),
+    "ministral, window by layer type": ("ministral", {"layer_types": ["sliding_attention", "full_attention"]}),
 }
 ROPES = {
     "llama, rope theta": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -150,6 +152,13 @@ ROPES = {
     "phi3, long factors": ("phi3", longrope(6) | {"max_position_embeddings": 160}),
     "phi3, short factors": ("phi3", longrope(1024)),
     "phi3, longrope with attention_factor": ("phi3", longrope(1024, attention_factor=1.2)),
+    "glm4, another part of a head": ("glm4", rope("default", partial_rotary_factor=0.75)),
+    "glm4, yarn": ("glm4", stretched("yarn")),
+    "glm4_moe, all of a head": ("glm4_moe", rope("default", partial_rotary_factor=1.0)),
+    "ministral3, temperature": (
+        "ministral3",
+        rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.5, mscale=0.7),
+    ),
 }
 # Options of one family that do not change how a config is read or packed.
 OPTIONS = {
@@ -246,6 +255,19 @@ EXPERTS = {
     "qwen2_moe, every second layer": ("qwen2_moe", {"decoder_sparse_step": 2}),
     "qwen3_moe, a plain layer": ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": True, "head_dim": 24}),
     "qwen3_moe, one expert, attention bias": ("qwen3_moe", {"num_experts_per_tok": 1, "attention_bias": True}),
+    "glm4_moe": ("glm4_moe", {"num_hidden_layers": 3, "routed_scaling_factor": 2.5}),
+    "glm4_moe, norms, biases, only experts, one group": (
+        "glm4_moe",
+        {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
+    ),
 }
 CASES = {
     "llama": ("llama", {}),
@@ -382,6 +404,13 @@ CASES = {
         "granitemoehybrid",
         {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
     ),
+    "glm": ("glm", {}),
+    "glm, tied": ("glm", {"tie_word_embeddings": True, "attention_bias": False}),
+    "glm4": ("glm4", {}),
+    "glm4, no bias, MHA, gelu": ("glm4", {"attention_bias": False, "num_key_value_heads": 4, "hidden_act": "gelu"}),
+    "ministral": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3, tied": ("ministral3", {"tie_word_embeddings": True, "rms_norm_eps": 0.5}),
     "granite": ("granite", {}),
     "granite, both biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     **WINDOWS,

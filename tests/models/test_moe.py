@@ -427,3 +427,14 @@ def test_what_does_not_work_on_a_gpu_is_refused_by_name(tmp_path, options, messa
     dtype = getattr(torch, options.get("dtype", "float32"))
     (found,) = refused(EngineConfig(**options), loader.read_config(model), gpu, dtype, model)
     assert re.match(message, found)
+
+
+def test_the_layer_after_the_last_one_of_glm_is_left_out(tmp_path):
+    tiny_hf_model("glm4_moe").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, config = load_file(file), loader.read_config(tmp_path)
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(2, 2)}, file)
+    assert len(loader.load_model(tmp_path, config, torch.float32, CPU).layers) == 2
+    save_file(tensors | {"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, file)
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.3\.eh_proj"):
+        loader.load_model(tmp_path, config, torch.float32, CPU)

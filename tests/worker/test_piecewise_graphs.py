@@ -5,7 +5,17 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model, tiny_model
+from helpers import (
+    CPU,
+    LONG,
+    TEMPERATURE,
+    Paged,
+    assert_all_close,
+    random_tokens,
+    reference_logits,
+    tiny_hf_model,
+    tiny_model,
+)
 from on_a_cpu import graphs_for, make_sample_all, pieces_for
 from test_cuda_graphs import make_engine, outputs_of, record_launches
 
@@ -213,6 +223,7 @@ FAMILIES = [
     ("gemma2", {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 9}),
     ("phi3", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}}),
     ("smollm3", {"no_rope_layer_interval": 2}),
+    ("ministral3", {"rope_parameters": TEMPERATURE}),
     ("llama", {}),
     ("qwen3", {}),
     ("mistral", {"sliding_window": 5}),
@@ -220,6 +231,7 @@ FAMILIES = [
     ("olmo2", {}),
     ("olmo3", {"layer_types": ["sliding_attention", "full_attention"]}),
     ("gpt_oss", {}),
+    ("glm4", {}),
 ]
 
 
@@ -227,7 +239,7 @@ FAMILIES = [
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    FAMILIES if LONG else FAMILIES[:4],
+    FAMILIES if LONG else FAMILIES[:5],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_logits_with_the_triton_kernels(family, overrides, tmp_path):

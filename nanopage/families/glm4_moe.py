@@ -1,0 +1,59 @@
+"""GLM-4.5 (Zhipu AI 2025), also GLM-4.6: a part of each head is rotated, and mixtures of experts are chosen as in
+DeepSeek-V3. The first layers have a plain feed-forward layer. The layer after the last one, which predicts a further
+token (num_nextn_predict_layers), is left out."""
+
+from typing import Any
+
+from nanopage.checks.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.experts.config import read_grouped_experts
+from nanopage.families.glm4 import read_half_rope
+from nanopage.families.qwen2_moe import make_mlp
+from nanopage.layers.norm import RMSNorm
+from nanopage.models.decoder import DecoderLayer, SelfAttention
+
+ARCHITECTURES = ("Glm4MoeForCausalLM",)
+GGUF_ARCHITECTURE = None  # not supported: files count the layer after the last one
+GGUF_TENSORS: dict[str, str] = {}
+DEFAULTS = {
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+}
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    return {
+        "num_kv_heads": fields.size("num_key_value_heads", 8),
+        "attention_bias": fields.flag("attention_bias"),
+        "head_norms": fields.flag("use_qk_norm"),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
+        "rope": read_half_rope(fields),
+        "experts": read_grouped_experts(Fields(DEFAULTS | fields.values, fields.source), corrected=True),
+    }
+
+
+def rename(name: str, config: ModelConfig) -> str | None:
+    """The name of a checkpoint's tensor in this model. None: it has none."""
+    return None if name.startswith(f"model.layers.{config.num_layers}.") else name
+
+
+def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    return DecoderLayer(config, Glm4MoeAttention(config, index), make_mlp(config, index))
+
+
+class Glm4MoeAttention(SelfAttention):
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index, config.attention_bias)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.head_norms else None
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.head_norms else None
+
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
