@@ -121,13 +121,14 @@ class GGUFCheckpoint:
             "rms_norm_eps": self._number("{arch}.attention.layer_norm_rms_epsilon", "rms_norm_eps"),
             "hidden_act": "silu",
             "tie_word_embeddings": "lm_head.weight" not in self.weights,
-            "attention_bias": self._option("GGUF_REORDERED", False)
-            and "model.layers.0.self_attn.q_proj.bias" in self.weights,
+            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.weights,
             "dtype": "bfloat16",
             "rope_theta": self._number("{arch}.rope.freq_base", "rope_theta", 10000.0),
         }
         if self.has_experts:
             config |= self._experts(config["intermediate_size"])
+        if self._key(sections := "{arch}.rope.dimension_sections") in self.fields:  # of models that see images
+            raise self._unsupported(sections)
         default = config["hidden_size"] // num_heads
         rotated = self._size("{arch}.rope.dimension_count", "head_dim", None)
         partial = self._option("GGUF_PARTIAL_ROPE", False)
@@ -506,7 +507,7 @@ class GGUFCheckpoint:
             merges.append((left, right))
         vocabulary = {token: i for i, token in enumerate(self.tokens)}
         with rust_errors(f"{self.path}: tokenizer.ggml.merges"):
-            tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe"))
+            tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in ("llama-bpe", "tekken")))
         if pre in SPLITS:
             split = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
             parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

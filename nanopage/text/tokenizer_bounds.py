@@ -56,14 +56,19 @@ _GPT_4O_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "dbrx": _LLAMA3_SPLIT, "gpt-4o": _GPT_4O_SPLIT}
+_TEKKEN_SPLIT = _GPT_4O_SPLIT.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
+SPLITS = {
+    **dict.fromkeys(("llama-bpe", "dbrx", "glm4"), _LLAMA3_SPLIT),
+    "qwen2": _QWEN2_SPLIT,
+    "gpt-4o": _GPT_4O_SPLIT,
+    "tekken": _TEKKEN_SPLIT,
+}
 
-# Regular expressions whose time is proportional to the length of any text: these, then those of Qwen 3.5, Tekken,
-# DeepSeek V3, CLIP and converted SentencePiece models.
+# Regular expressions whose time is proportional to the length of any text: these, then those of Qwen 3.5, DeepSeek V3,
+# CLIP and converted SentencePiece models.
 LINEAR = {
     *SPLITS.values(),
     SPLITS["qwen2"].replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),
-    SPLITS["gpt-4o"].replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}"),
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""

@@ -68,6 +68,8 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
     "mlp.gate": "ffn_gate_inp",
     "mlp.experts.gate_proj": "ffn_gate_exps",
@@ -163,6 +165,13 @@ GPT_4O_SPLIT = "|".join(
         r"""\s+""",
     ]
 )
+TEKKEN_SPLIT = "|".join(
+    [
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*""",
+        r"""\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    ]
+)
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 PRE_TOKENIZERS = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -176,6 +185,8 @@ PRE_TOKENIZERS = {
     ),
     "dbrx": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
     "gpt-4o": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GPT_4O_SPLIT), "isolated"), BYTE_LEVEL]),
+    "glm4": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
+    "tekken": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TEKKEN_SPLIT), "isolated"), BYTE_LEVEL]),
 }
 ADDED = [("<|endoftext|>", CONTROL), ("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<think>", USER_DEFINED)]
 
@@ -198,8 +209,9 @@ def byte_level_vocabulary(pre):
     bpe = json.loads(trained.to_str())["model"]
     merges = [tuple(merge) for merge in bpe["merges"]]
     vocabulary = bpe["vocab"]
-    vocabulary["Ġxylophone"] = len(vocabulary)  # no merges lead here: only Llama 3 finds it
-    tokenizer = with_pipeline(Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe")), pre)
+    vocabulary["Ġxylophone"] = len(vocabulary)  # no merges lead here: only Llama 3 and Tekken find it
+    ignore_merges = pre in ("llama-bpe", "tekken")
+    tokenizer = with_pipeline(Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore_merges)), pre)
     for token, kind in ADDED:
         tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)])
         if kind == CONTROL:
@@ -311,6 +323,21 @@ def metadata_of(config, arch):
             "rope.scaling.original_context_length": full.get("original_max_position_embeddings"),
             "rope.scaling.attn_factor": full.get("attention_factor"),
         }
+    if arch == "mistral3":
+        rope = config.rope_parameters
+        return (
+            {}
+            if rope["rope_type"] == "default"
+            else {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": rope["factor"],
+                "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+                "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
+                "attention.temperature_scale": rope["llama_4_scaling_beta"],
+            }
+        )
+    if arch == "glm4":
+        return {"rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"])}
     if arch != "phi3":
         return {}
     rope, head_dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
@@ -401,7 +428,7 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
         if name in drop:
             continue
         rows = torch.arange(len(parameter))
-        if arch in ("llama", "granite", "smollm3") and (projection := name.split(".")[-2]) in heads:
+        if arch in ("llama", "granite", "smollm3", "mistral3") and (projection := name.split(".")[-2]) in heads:
             rows = permute(rows, heads[projection])
         values = parameter[rows].numpy()
         if "shared_expert_gate" in name:
@@ -526,6 +553,42 @@ MODELS = {
         },
     ),
     "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 5, "attention_bias": True}),
+    "glm4": ("glm4", "glm4", {}),
+    "glm4, no bias, another part of a head": (
+        "glm4",
+        "glm4",
+        {
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        },
+    ),
+    "ministral3, a rope that is not stretched": (
+        "ministral3",
+        "mistral3",
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.0,
+            }
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        "mistral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.5,
+                "llama_4_scaling_beta": 0.25,
+            }
+        },
+    ),
     "mixtral": ("mixtral", "llama", {}),
     "qwen2_moe": ("qwen2_moe", "qwen2moe", {}),
     "qwen3_moe": ("qwen3_moe", "qwen3moe", {"norm_topk_prob": True}),
@@ -982,7 +1045,7 @@ class TestFilesThatDoNotFit:
         write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, tokenizer__ggml__model=kind)
         self.refuse(file, rf"tokenizer '{kind}' is not supported; supported: gpt2, llama; {INSTEAD}$")
 
-    @pytest.mark.parametrize("pre", ["deepseek-llm", "falcon", "tekken"])
+    @pytest.mark.parametrize("pre", ["deepseek-llm", "falcon"])
     def test_an_unknown_pre_tokenizer(self, file, pre):
         write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, tokenizer__ggml__pre=pre)
         self.refuse(file, rf"pre-tokenizer '{pre}' is not supported; .*; {INSTEAD}$")
@@ -1037,6 +1100,7 @@ class TestFilesThatDoNotFit:
         ("key", "value", "others"),
         [
             ("llama.rope.dimension_count", 8, {}),
+            ("llama.rope.dimension_sections", [2, 1, 1, 0], {}),
             ("llama.rope.scaling.attn_factor", 0.5, {"llama.rope.scaling.type": "linear"}),
             ("llama.rope.scaling.yarn_beta_fast", 4.0, {"llama.rope.scaling.type": "linear"}),
             ("llama.rope.scaling.yarn_ext_factor", 0.5, {"llama.rope.scaling.type": "yarn"}),
