@@ -13,7 +13,7 @@ from typing import Any
 
 from nanopage.checks.fields import Fields, read_dtype
 from nanopage.checks.pooling import PoolingConfig, read_classifier
-from nanopage.checks.stored_quantization import StoredQuantization
+from nanopage.checks.stored_quantization import read_stored_quantization
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import check_rope, read_rope
 from nanopage.files.model_files import exists, read_json, shown
@@ -25,11 +25,16 @@ FLOATS = "the checkpoint that is not quantized runs, also with quantization='int
 
 
 def config_from_directory(path: Path) -> ModelConfig:
-    """Read config.json. The end-of-sequence ids are those of config.json and of generation_config.json.
+    """Read config.json. The end-of-sequence ids are those of config.json and of generation_config.json. ModelOpt may
+    have its own file instead of quantization_config.
 
     Raises: FileNotFoundError; ValueError as in `config_from_dict`, naming the file.
     """
-    return add_ends(config_from_dict(read_json(path / "config.json"), str(path / "config.json")), path)
+    config, of_modelopt = read_json(path / "config.json"), path / "hf_quant_config.json"
+    if config.get("quantization_config") is None and exists(of_modelopt):
+        fields = Fields(read_json(of_modelopt), str(of_modelopt)).object("quantization")
+        config["quantization_config"] = fields.values | {"quant_method": "modelopt"}
+    return add_ends(config_from_dict(config, str(path / "config.json")), path)
 
 
 def add_ends(config: ModelConfig, path: Path) -> ModelConfig:
@@ -77,7 +82,7 @@ def config_from_dict(config: dict, source: str = "config.json", instead: str | N
     quantization = None
     if fields.values.get("quantization_config") is not None:
         stored = replace(fields.object("quantization_config"), source=f"{source}: quantization_config", instead=FLOATS)
-        quantization = StoredQuantization.from_fields(stored, "experts" in special)
+        quantization = read_stored_quantization(stored)
         if quantization.method == "mxfp4" and not (special.get("experts") and special["experts"].swiglu):
             raise stored.error("quant_method", f"'mxfp4' is not supported for {architecture}")
     vocab_size = fields.size("vocab_size")

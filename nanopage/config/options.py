@@ -67,8 +67,8 @@ class EngineConfig:
             (cpu/tiled.py), the activations that they multiply are rounded to one byte; on a GPU
             (quantization/quantized.py) they are not. "fp8", only on a GPU, stores the weights of the decoder layers as
             float8_e4m3fn; where the GPU multiplies fp8, steps of 64 tokens or more round activations to fp8, too, if
-            `dtype` is bfloat16. Everything else, such as KV, is as `dtype` says. "awq", "gptq" and "mxfp4" say how the
-            checkpoint is quantized, which config.json says as well.
+            `dtype` is bfloat16. Everything else, such as KV, is as `dtype` says. "awq", "gptq", "mxfp4",
+            "compressed-tensors" and "modelopt" say how the checkpoint is quantized, which config.json says as well.
         async_scheduling: submit a step before the results of the previous one have been read, so that a GPU need not
             wait for Python. Outputs are the same, but come one call of `step` later. It needs one worker. None: only
             with one worker on a GPU.
@@ -131,7 +131,7 @@ class EngineConfig:
     swap_space: SwapGib | None = None
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     enforce_eager: Flag = False
-    quantization: Literal["int8", "int4", "fp8", "awq", "gptq", "mxfp4"] | None = None
+    quantization: Literal["int8", "int4", "fp8", "awq", "gptq", "mxfp4", "compressed-tensors", "modelopt"] | None = None
     async_scheduling: Flag | None = None
     tensor_parallel_size: Count = 1
     enable_expert_parallel: Flag = False

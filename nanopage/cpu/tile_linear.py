@@ -120,6 +120,14 @@ def tile_blocks(blocks: Blocks) -> tuple[Tensor, Tensor]:
     return tiles.contiguous(), scales.permute(0, 3, 2, 1).to(torch.float16).contiguous()
 
 
+def tile_int8(integers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Store int8 integers [out, in] with float32 scales [out] in tiles. Returns: as `tile`."""
+    padding = -len(integers) % TILE
+    quads = F.pad(integers, (0, -integers.shape[1] % QUAD, 0, padding)).unflatten(1, (-1, QUAD))
+    tiles = quads.unflatten(0, (-1, TILE)).transpose(1, 2).contiguous().view(torch.uint8) ^ ZERO
+    return tiles, F.pad(scales, (0, padding), value=1.0).unflatten(0, (-1, TILE))
+
+
 def tile_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight [out, in] of any floating type to int4, and store it in tiles. Returns: as `tile_blocks`."""
     # A part at a time: float32 takes more memory.

@@ -92,11 +92,14 @@ def linear_kernel(
                 index = (tile * HALVES + half) * TILE + tl.arange(0, SCALES) * (TILE // SCALES)
                 at = (tl.minimum(index, in_features - 1) // group)[None, :] * out_features + row[:, None]
                 scale = tl.load(scale_ptr + at).to(tl.float32)
-                shift = scale * ADDED
-                if OFFSETS:
-                    offset = tl.load(offset_ptr + at).to(tl.float32)
-                    shift = scale * (offset + ADDED) if ZERO_POINTS else shift + offset
-                weight = weight * spread(scale, OUTPUTS, TILE) - spread(shift, OUTPUTS, TILE)
+                if FP8:
+                    weight = weight * spread(scale * 256.0, OUTPUTS, TILE)
+                else:
+                    shift = scale * ADDED
+                    if OFFSETS:
+                        offset = tl.load(offset_ptr + at).to(tl.float32)
+                        shift = scale * (offset + ADDED) if ZERO_POINTS else shift + offset
+                    weight = weight * spread(scale, OUTPUTS, TILE) - spread(shift, OUTPUTS, TILE)
             acc = tl.dot(weight.to(x.dtype), x, acc, input_precision=PRECISION)
     if SCALES == 0:
         acc = acc * (tl.load(scale_ptr + row).to(tl.float32) * (256.0 if FP8 else 1.0))[:, None]
@@ -130,7 +133,7 @@ def product(
         x: float32, float16 or bfloat16. The others as in QuantizedMatrix.
         bias: [out].
     """
-    if packed.dtype == FP8 and has_scaled_product(x, len(packed)):
+    if packed.dtype == FP8 and group == x.shape[1] and has_scaled_product(x, len(packed)):
         return scaled_product(x, packed, scales, bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     num_tokens, in_features = x.shape

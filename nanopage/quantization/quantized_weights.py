@@ -34,7 +34,8 @@ class QuantizedMatrix:
     offsets: a floating type [groups, out], or None for zeros.
     zero_points: whether `offsets` are zero points, in units of the integers.
     bits: 4 or 8.
-    group: adjacent inputs that share a scale: 16, 32, or a multiple of TILE; or `in_features`, all inputs.
+    group: adjacent inputs that share a scale: 16, 32, or a multiple of TILE; or `in_features`, all inputs. The last
+        group may have fewer.
     """
 
     packed: Tensor
@@ -124,7 +125,7 @@ def dequantize(weight: Any, rows: Tensor | slice = slice(None)) -> Tensor:
     """
     packed = weight.packed[rows]
     scales, offsets = (
-        None if part is None else part.T[rows].float().repeat_interleave(weight.group, 1)
+        None if part is None else part.T[rows].float().repeat_interleave(weight.group, 1)[:, : weight.in_features]
         for part in (weight.scales, weight.offsets)
     )
     assert scales is not None

@@ -29,8 +29,6 @@ def refused(
         yield f"{cache} does not work with latent attention, and {path} has it"
     if has_experts and on_gpu and config.quantize_to:
         yield f"{option} on a GPU does not quantize experts, and {path} has some"
-    if has_experts and on_gpu and (stored := model_config.quantization) and stored.method != "mxfp4":
-        yield f"{path} has experts quantized by {stored.method}, which do not run on a GPU: use device='cpu'"
     if has_experts and on_gpu and exact:
         yield f"dtype='float64' on a GPU does not work with experts, and {path} has some"
     if not on_gpu and config.kv_cache_dtype != "auto" and not config.enforce_eager:
@@ -56,24 +54,19 @@ def refused(
 def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Path) -> Iterator[str]:
     """What does not fit the model, whatever the device is."""
     has = None if model_config.quantization is None else model_config.quantization.method
-    option, tp_size = f"quantization={config.quantization!r}", config.tensor_parallel_size
+    option = f"quantization={config.quantization!r}"
     if config.quantization in STORED_QUANTIZATIONS and config.quantization != has:
         kind = "are not quantized" if has is None else f"are quantized by {has}"
         yield f"{option}, but the weights of {path} {kind}"
     if has and config.quantize_to:
         yield f"{option}, but the weights of {path} already are ({has})"
-    if has and has != "mxfp4" and tp_size > 1:
-        yield (
-            f"tensor_parallel_size={tp_size} does not divide quantized weights, and those of {path} are ({has}): use "
-            "pipeline_parallel_size"
-        )
     if has and config.load_format == "dummy":
         yield (
             f"load_format='dummy' draws weights that are not quantized, but {path} is ({has}): give a config.json "
             "without quantization_config, and quantization='int4'"
         )
     if has and model_config.pooling is not None:
-        yield "embeddings and scores need weights that are not quantized (AWQ, GPTQ, MXFP4)"
+        yield f"embeddings and scores need weights that are not quantized, and those of {path} are ({has})"
     if config.enable_lora and model_config.experts is not None and model_config.experts.swiglu is not None:
         yield f"enable_lora does not work with the experts of {path}, whose matrices are transposed in files"
     states = f"{path} has layers with a state"

@@ -99,6 +99,9 @@ def build_worker(
     if (pooling := model_config.pooling) is not None and pooling.answers is not None:
         _answer_with(model, *pooling.answers)
     wings.stored_as, product = store(setup, model, kind, product)
+    if (quantized := model_config.quantization) is not None and wings.stored_as != BLOCKS:
+        becomes = wings.stored_as or str(setup.dtype).removeprefix("torch.")
+        logger.info(f"the weights of {path.name} ({quantized.method}: {quantized.layout}) become {becomes}")
     if config.enable_lora:
         model = attach_adapters(setup, model, wings, _choose_add(setup))
     if ranks is not None:

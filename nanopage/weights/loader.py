@@ -4,8 +4,8 @@ Every parameter of a model has one or more slots, named as checkpoints name them
 one matrix). The headers of the files are compared with the slots before anything is allocated: one error names the
 missing, unexpected and mis-shaped tensors, up to 50. Then each tensor is copied into its slot, which converts and moves
 it. The scales of K and V (see state/pages.py) are numbers, not parameters.
-Tensors of a .gguf file come in pieces, so that none of them ever exists twice. Matrices of integers, of a .gguf, AWQ or
-GPTQ checkpoint, become floats, or they are placed as they are before the rest is allocated.
+Tensors of a .gguf file come in pieces, so that none of them ever exists twice. The matrices of a quantized checkpoint
+become floats, or their integers are placed as they are before the rest is allocated.
 """
 
 import hashlib
@@ -33,15 +33,13 @@ from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of, meta_model
 from nanopage.quantization import gguf_tiles, mxfp4, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.quantization.quantized_checkpoint import FLOATS, TYPES
 from nanopage.read_config import config_from_directory
 from nanopage.weights.allocation import all_finite, materialize
 
 logger = logging.getLogger("nanopage")
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint
 DUMMY_STD = 0.02  # the usual initializer_range
-# The types that weights may have in a safetensors file. Types of 8 bits and less need scales: only MXFP4 has them here.
-FLOATS = ("F64", "F32", "F16", "BF16")
-INTEGERS = ("I32",)  # of AWQ and GPTQ
 # The scales of K and V of a layer, as compressed-tensors, vLLM and ModelOpt name them.
 KV_SCALE = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))?([kv])_scale")
 
@@ -77,8 +75,8 @@ class Loading:
     """How a model is loaded.
 
     load_format: as in EngineConfig.
-    keep_integers: keep the matrices of a quantized checkpoint in its own integers: in "tiles" for a CPU (AWQ and GPTQ
-        only in order, without desc_act), or "packed" for a GPU. None: floats.
+    keep_integers: keep the matrices of a quantized checkpoint in its own integers: in "tiles" for a CPU, if tiles can
+        hold them, or "packed" for a GPU. None: floats.
     on_host: leave the weights on the CPU, from where they are moved to the device later.
     part: what is built. Only its slices of the tensors are read.
     group: fuse the weights of experts, as a GPU needs them (see experts/moe.py).
@@ -116,11 +114,12 @@ def load_model(
         group_experts(model)
     slices = _slices(model, whole, how.part)
     names = {} if how.load_format == "dummy" else _check(checkpoint, whole, config)
+    stored = {name: tensor for tensor, name in names.items()}
     with memory_errors(path_of(checkpoint)):
         if how.keep_integers is not None:
             packed = how.keep_integers == "packed"
             if config.quantization is not None:
-                quantized_checkpoint.place(model, [*names], config.quantization, packed, dtype, device, on_progress)
+                quantized_checkpoint.place(model, stored, config.quantization, packed, dtype, device, on_progress)
             elif isinstance(checkpoint, GGUFCheckpoint) and packed:
                 gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
             elif isinstance(checkpoint, GGUFCheckpoint):
@@ -131,12 +130,14 @@ def load_model(
             pieces = _sliced(((name, 0, tensor) for name, tensor in dummy_tensors(config, dtype, device)), slices)
         else:
             pieces = _read(checkpoint, names, _wanted(model), slices)
-        if names and config.quantization is not None and config.quantization.method == "mxfp4":
-            pieces = chain(pieces, _sliced(mxfp4.dequantized([*names], _wanted(model)), slices))
-        elif names and how.keep_integers is None and config.quantization is not None:
-            pieces = chain(pieces, quantized_checkpoint.dequantized(model, [*names], config.quantization))
+        if config.quantization is not None and how.load_format != "dummy":
+            if config.quantization.method == "mxfp4":
+                floats = mxfp4.dequantized([*names], _wanted(model))
+            else:
+                floats = quantized_checkpoint.dequantized(_wanted(model), stored, config.quantization)
+            pieces = chain(pieces, _sliced(floats, slices))
         materialize(model, dtype, torch.device("cpu") if how.on_host else device, for_use=not how.on_host)
-        files = {name: tensor.file for tensor, name in names.items()}
+        files = {name: tensor.file for name, tensor in stored.items()}
         fill(model, _wanted(model), pieces, files, on_progress)
     if how.load_format == "dummy" and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV cache gets the free memory, and torch still caches the memory of the draws
@@ -163,7 +164,7 @@ def _check(checkpoint: Checkpoint, whole: Decoder, config: ModelConfig) -> dict[
     if config.quantization is not None and config.quantization.method == "mxfp4":
         stored = mxfp4.as_floats(stored)
     elif config.quantization is not None:
-        wanted = quantized_checkpoint.expected(whole, wanted, stored, config.quantization)
+        wanted = quantized_checkpoint.expected(wanted, {tensor.name: tensor for tensor in stored}, config.quantization)
     check_fit(wanted, stored, path_of(checkpoint))
     return names
 
@@ -172,7 +173,11 @@ def _read(
     checkpoint: Checkpoint, names: dict[StoredTensor, str], wanted: dict[str, Tensor], slices: Mapping[str, Slice]
 ) -> Pieces:
     """The tensors of a checkpoint that have a slot, and the scales of K and V, under the names of the model."""
-    used = {tensor.name: name for tensor, name in names.items() if name in wanted or KV_SCALE.fullmatch(name)}
+    used = {
+        tensor.name: name
+        for tensor, name in names.items()
+        if tensor.dtype in FLOATS and (name in wanted or KV_SCALE.fullmatch(name))
+    }
     for name, start, rows in pieces_of(checkpoint, [tensor for tensor in names if tensor.name in used], slices):
         yield used[name], start, rows
 
@@ -285,7 +290,7 @@ def check_fit(wanted: dict[str, Tensor], stored: list[StoredTensor], source: Pat
         if tensor.shape != slot.shape:
             shapes = f"is {list(tensor.shape)}, the model wants {list(slot.shape)}"
             problems.append(f"mis-shaped: {tensor.name} {shapes}")
-        elif tensor.dtype not in (types := FLOATS if slot.is_floating_point() else INTEGERS):
+        elif tensor.dtype not in (types := TYPES.get(slot.dtype, FLOATS)):
             problems.append(f"type not supported: {tensor.name} is {tensor.dtype}; supported: {', '.join(types)}")
     problems += [f"missing: {name} {list(slot.shape)}" for name, slot in wanted.items() if id(slot) not in found]
     if problems:

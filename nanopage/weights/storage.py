@@ -4,7 +4,7 @@ the integers that a checkpoint has.
 floats                 as they are; on a CPU in oneDNN's layout (cpu/packed.py)
 16 bits                on a CPU that computes in float32, in tiles (cpu/tiled.py)
 fewer bits             rounded as `quantization` says; on a CPU in tiles, on a GPU as in quantization/quantized.py
-the checkpoint's own   integers of a .gguf, AWQ or GPTQ checkpoint, which the loader places as they are
+the checkpoint's own   integers of a .gguf file or of a quantized checkpoint, which the loader places as they are
 """
 
 import logging
@@ -20,14 +20,13 @@ from nanopage.models.decoder import Decoder
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.quantization.gguf_tiles import is_quantized
 from nanopage.quantization.quantized import quantize
-from nanopage.quantization.quantized_checkpoint import fits_tiles
 from nanopage.state.layer_kinds import STATE
 from nanopage.weights.loader import Checkpoint
 from nanopage.worker.setup import Setup
 
 logger = logging.getLogger("nanopage")
 
-BLOCKS = "block-quantized"  # weights of a .gguf, AWQ or GPTQ checkpoint in its own integers
+BLOCKS = "block-quantized"  # weights of a .gguf file or a quantized checkpoint in its own integers
 Storage = tuple[str | None, CompiledProduct | None]
 """(kind, product). kind: what `tile` (on a GPU: `quantize`) makes of floats, or BLOCKS. None: they stay floats.
 product: on a CPU, what multiplies by weights in tiles. The weights of experts are always in tiles."""
@@ -37,9 +36,9 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
     """Choose, before the weights are loaded."""
     config, model_config, name = setup.config, setup.model_config, setup.path.name
     if (stored := model_config.quantization) is not None:
-        becomes_floats = stored.method == "mxfp4"
-        quantized = not becomes_floats and (setup.on_gpu or fits_tiles(model_config))
-        if becomes_floats:
+        in_tiles = stored.fits_tiles and model_config.dtype in ("bfloat16", "float16")
+        quantized = stored.method != "mxfp4" and (setup.on_gpu or in_tiles)
+        if stored.method == "mxfp4":
             logger.info(f"the MXFP4 weights of {name} become floats; bfloat16 holds them exactly")
     else:
         quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
@@ -51,9 +50,9 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
     blocks = quantized and not divided and not config.quantize_to and config.load_format != "dummy"
     if setup.on_gpu:
         return BLOCKS if blocks and setup.dtype != torch.float64 else config.quantize_to, None
-    # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing.
+    # In float32, reading the weights takes most of the time of a decode. The checkpoint's 16 bits lose nothing, but for
+    # products of a quantized checkpoint's numbers and scales, which bfloat16 rounds.
     halves = setup.dtype == torch.float32 and model_config.dtype in ("bfloat16", "float16")
-    halves = halves and (stored is None or stored.method == "mxfp4")
     compiles = can_pack(setup.dtype) and not config.enforce_eager
     product = None
     if compiles and (blocks or halves or config.quantize_to or joins_experts(setup)):
@@ -84,7 +83,7 @@ def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProdu
     if kind == "float16" and setup.config.load_format != "dummy" and not has_only_float16(model):
         # config.json says float16, but the file has other numbers
         kind, product = None, product if joins_experts(setup) else None
-    if kind == BLOCKS:  # the head of an AWQ or GPTQ checkpoint is not quantized
+    if kind == BLOCKS:  # the head is usually not quantized
         tile(model, "float16" if has_only_float16(model) else "bfloat16")
     elif kind is not None:
         tile(model, kind)

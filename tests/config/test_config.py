@@ -96,7 +96,7 @@ CHOICES = {
     "kv_cache_dtype": ["auto", "fp8", "fp8_e4m3"],
     "preemption_mode": [None, "recompute", "swap"],
     "scheduling_policy": ["fcfs", "priority"],
-    "quantization": [None, "int8", "int4", "fp8", "awq", "gptq", "mxfp4"],
+    "quantization": [None, "int8", "int4", "fp8", "awq", "gptq", "mxfp4", "compressed-tensors", "modelopt"],
     "distributed_executor_backend": [None, "mp", "ray"],
     "load_format": ["auto", "dummy"],
     "model_impl": ["auto", "nanopage", "transformers"],
@@ -719,15 +719,21 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        (AWQ, StoredQuantization("awq", 4, 128)),
-        (AWQ | {"version": "GEMM", "modules_to_not_convert": None}, StoredQuantization("awq", 4, 128)),
-        (AWQ | {"group_size": 32, "modules_to_not_convert": ["lm_head"]}, StoredQuantization("awq", 4, 32)),
-        (GPTQ, StoredQuantization("gptq", 4, 128, zero_offset=1)),
-        (GPTQ | {"group_size": -1, "checkpoint_format": "gptq"}, StoredQuantization("gptq", 4, None, zero_offset=1)),
-        (GPTQ | {"desc_act": True, "bits": 8}, StoredQuantization("gptq", 8, 128, desc_act=True, zero_offset=1)),
+        (AWQ, StoredQuantization("awq", "awq", 4, 128)),
+        (AWQ | {"version": "GEMM", "modules_to_not_convert": None}, StoredQuantization("awq", "awq", 4, 128)),
+        (AWQ | {"group_size": 32, "modules_to_not_convert": ["lm_head"]}, StoredQuantization("awq", "awq", 4, 32)),
+        (GPTQ, StoredQuantization("gptq", "gptq", 4, 128, zero_offset=1)),
+        (
+            GPTQ | {"group_size": -1, "checkpoint_format": "gptq"},
+            StoredQuantization("gptq", "gptq", 4, None, zero_offset=1),
+        ),
+        (
+            GPTQ | {"desc_act": True, "bits": 8},
+            StoredQuantization("gptq", "gptq", 8, 128, desc_act=True, zero_offset=1),
+        ),
         (
             GPTQ | {"checkpoint_format": "gptq_v2", "lm_head": False, "dynamic": None},
-            StoredQuantization("gptq", 4, 128),
+            StoredQuantization("gptq", "gptq", 4, 128),
         ),
     ],
 )
@@ -740,7 +746,7 @@ def test_quantized_weights_are_described(fields, expected):
     [
         ({}, "quant_method None"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
-        ({"quant_method": "fp8"}, "quant_method 'fp8' .* supported: awq, gptq, mxfp4"),
+        ({"quant_method": ["awq"]}, "quant_method .* supported: awq, gptq, fp8, mxfp4, compressed-tensors, modelopt; "),
         (AWQ | {"bits": 8}, "bits 8 .* supported: 4;"),
         (AWQ | {"bits": None}, "bits None"),
         (AWQ | {"bits": True}, "bits True"),
@@ -748,11 +754,7 @@ def test_quantized_weights_are_described(fields, expected):
         (AWQ | {"version": 1}, "version 1"),
         (AWQ | {"zero_point": False}, "zero_point false"),
         (AWQ | {"group_size": 16}, "group_size 16 .* supported: 32, 64, 128, -1"),
-        (
-            AWQ | {"modules_to_not_convert": ["lm_head", "mlp.gate"]},
-            "modules_to_not_convert .*mlp.gate",
-        ),  # not in a Llama
-        (AWQ | {"modules_to_not_convert": "mlp"}, "modules_to_not_convert 'mlp'"),
+        (AWQ | {"modules_to_not_convert": "mlp"}, "modules_to_not_convert must be a list of names, got 'mlp'"),
         (GPTQ | {"bits": 3}, "bits 3 .* supported: 4, 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),

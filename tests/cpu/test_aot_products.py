@@ -7,6 +7,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from test_gguf import SMOLLM, model_for, write_gguf
+from test_layouts import write
 from test_quantized_checkpoint import KINDS, write_quantized
 
 from nanopage import EngineConfig
@@ -96,6 +97,27 @@ def test_awq_and_gptq_keep_their_integers(cache, tmp_path, kind, options, expect
         assert worker.model.lm_head.weight.tiles.dtype == torch.float16  # as the checkpoint stores it
     else:
         assert not hasattr(layer.qkv_proj.weight, "scales")
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "expected"),
+    [
+        ("int8", {}, "block-quantized"),
+        ("int4, groups of 64, zero points", {}, "block-quantized"),
+        ("nvfp4", {}, "bfloat16"),
+        ("fp8, blocks", {"enforce_eager": True}, None),
+    ],
+)
+def test_other_formats_keep_integers_or_become_16_bits(cache, tmp_path, caplog, form, options, expected):
+    weights = write(tmp_path, form)
+    worker = worker_of(tmp_path, **options)
+    assert worker.wings.stored_as == expected
+    assert ("become" in caplog.text) == (expected != "block-quantized")
+    if expected is not None:
+        linear = worker.model.layers[1].mlp.down_proj
+        made = linear.weight.rows(torch.arange(192))
+        torch.testing.assert_close(made, weights["model.layers.1.mlp.down_proj.weight"], rtol=2**-8, atol=1e-3)
+        assert isinstance(linear.weight.multiply, aot_products.CompiledProduct)
 
 
 def assert_widened(worker):

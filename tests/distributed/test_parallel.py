@@ -433,12 +433,12 @@ def test_as_many_batches_are_in_flight_as_there_are_stages(tmp_path):
     assert all(not first & second for first, second in pairwise(steady))
 
 
-def test_a_quantized_checkpoint_is_divided_into_stages_only(tmp_path):
+@pytest.mark.parametrize("option", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_a_quantized_checkpoint_is_divided(tmp_path, option):
+    """By tensor parallelism, its matrices become floats."""
     write_quantized(tmp_path, KINDS["awq"])
     run = partial(answers, tmp_path, dtype="float32")
-    assert_same(run(pipeline_parallel_size=2), run(), 1e-4)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 does not divide quantized weights"):
-        run(tensor_parallel_size=2)
+    assert_same(run(**{option: 2}), run(), 1e-4)
 
 
 def test_a_quantized_gguf_file_keeps_its_integers_in_stages(tmp_path, monkeypatch):

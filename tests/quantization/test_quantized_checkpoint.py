@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from nanopage import LLM, SamplingParams
 from nanopage.cpu.tiled import TiledWeight
 from nanopage.layers.linear import Linear
+from nanopage.layers.weight import Floats
 from nanopage.quantization import quantized_checkpoint
 from nanopage.quantization.quantized import QuantizedWeight
 from nanopage.quantization.quantized_weights import dequantize
@@ -286,12 +287,13 @@ def test_biases_of_zero_that_the_model_does_not_have_are_ignored(tmp_path):
     assert torch.equal(loader.slots(load(tmp_path))[f"{O_PROJ}.weight"], weights[f"{O_PROJ}.weight"])
 
 
-def test_parts_with_different_orders_are_refused(tmp_path):
+def test_parts_with_different_orders_become_floats(tmp_path):
     write_quantized(tmp_path, KINDS["gptq, act-order"])
     other = torch.arange(256, dtype=torch.int32) // 64
     change(tmp_path, model__layers__0__self_attn__k_proj__g_idx=other)
-    with pytest.raises(ValueError, match=r"g_idx of .*q_proj and .*k_proj differ"):
-        load(tmp_path)
+    first, second = (layer.self_attn.qkv_proj.weight for layer in load(tmp_path, "packed").layers)
+    assert isinstance(first, Floats) and isinstance(second, QuantizedWeight)
+    assert torch.equal(first.matrix, load(tmp_path).layers[0].self_attn.qkv_proj.weight.matrix)
 
 
 def test_sizes_that_no_group_divides_are_refused(tmp_path):

@@ -10,7 +10,7 @@ from nanopage.quantization import quantized_linear, quantized_weights
 from nanopage.quantization.quantized_weights import TILE, QuantizedMatrix, dequantize
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-KINDS = ["awq", "gptq 8", "whole rows", "int4", "q4_0", "q8_0", "q5_k", "q6_k", "int8", "fp8"]
+KINDS = ["awq", "gptq 8", "whole rows", "int4", "q4_0", "q8_0", "q5_k", "q6_k", "int8", "fp8", "fp8 blocks"]
 ALL = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -21,6 +21,13 @@ def random_weight(kind, out_features, in_features, seed=0):
     if kind in ("int4", "int8", "fp8"):
         weight = getattr(quantized_weights, f"round_to_{kind}")(normal)
         return weight, defined_by_rounding(kind, normal)
+
+    if kind == "fp8 blocks":  # the last group may have fewer inputs
+        rounded, groups = normal.to(quantized_weights.FP8), -(-in_features // 128)
+        packed = torch.nn.functional.pad(rounded.view(torch.uint8), (0, -in_features % TILE)).view(rounded.dtype)
+        scales = torch.rand(groups, out_features, generator=generator)
+        wide = scales.double().T.repeat_interleave(128, 1)[:, :in_features]
+        return QuantizedMatrix(packed, scales, None, False, 8, 128, in_features), rounded.double() * wide
 
     def integers(low, high, *shape):
         return torch.randint(low, high, shape, generator=generator)
@@ -95,7 +102,7 @@ def test_products_are_those_of_the_dequantized_weight(kind, dtype, num_tokens):
     check(kind, num_tokens, 72, 192, dtype)
 
 
-@pytest.mark.parametrize("kind", ["awq", "int4", "q6_k", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["awq", "int4", "q6_k", "int8", "fp8", "fp8 blocks"])
 @pytest.mark.parametrize(
     ("num_tokens", "out_features", "in_features"),
     [(1, 1, 64), (3, 129, 128), (2, 64, 1088), (130, 130, 64), (17, 65, 320)],
@@ -256,6 +263,11 @@ def test_fp8_activations_need_a_gpu_for_them(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert quantized_linear.has_scaled_product(x, out_features) == expected
     assert not quantized_linear.has_scaled_product(torch.zeros(tokens, in_features, dtype=dtype), out_features)
+
+
+def test_weights_with_scales_of_groups_do_not_use_the_scaled_product(monkeypatch):
+    monkeypatch.setattr(quantized_linear, "has_scaled_product", lambda x, out_features: True)
+    check("fp8 blocks", 2, 16, 192, torch.float16)
 
 
 def test_the_scaled_product_is_that_of_the_rounded_tensors(monkeypatch):
