@@ -83,8 +83,9 @@ def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProdu
     if kind == "float16" and setup.config.load_format != "dummy" and not has_only_float16(model):
         # config.json says float16, but the file has other numbers
         kind, product = None, product if joins_experts(setup) else None
-    if kind == BLOCKS:  # the head is usually not quantized
-        tile(model, "float16" if has_only_float16(model) else "bfloat16")
+    if kind == BLOCKS:  # the head is usually not quantized; products in bfloat16 do not read float16
+        exact = setup.dtype != torch.bfloat16 and has_only_float16(model)
+        tile(model, "float16" if exact else "bfloat16")
     elif kind is not None:
         tile(model, kind)
     if product is not None and joins_experts(setup) and can_join(model):

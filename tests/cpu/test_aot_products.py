@@ -16,6 +16,7 @@ from nanopage.cpu import aot_products, tile_linear, toolchain
 from nanopage.cpu.compiled_files import find_file
 from nanopage.cpu.lora import add_adapters
 from nanopage.cpu.packed import PackedWeight
+from nanopage.cpu.packed_linear import can_pack
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,15 @@ def test_other_formats_keep_integers_or_become_16_bits(cache, tmp_path, caplog, 
         made = linear.weight.rows(torch.arange(192))
         torch.testing.assert_close(made, weights["model.layers.1.mlp.down_proj.weight"], rtol=2**-8, atol=1e-3)
         assert isinstance(linear.weight.multiply, aot_products.CompiledProduct)
+
+
+@pytest.mark.skipif(not can_pack(torch.bfloat16), reason="this CPU does not multiply bfloat16")
+def test_in_bfloat16_the_head_is_bfloat16(cache, tmp_path):
+    """Also if float16 holds it: products in bfloat16 do not read float16."""
+    write(tmp_path, "int8", head_step=2**-6)
+    worker = worker_of(tmp_path, dtype="bfloat16")
+    assert worker.wings.stored_as == "block-quantized"
+    assert worker.model.lm_head.weight.tiles.dtype == torch.bfloat16
 
 
 def assert_widened(worker):

@@ -28,12 +28,17 @@ ALL = pytest.mark.parametrize("form", FORMS)
 IN_TILES = [form for form in FORMS if form.startswith("int") and "act-order" not in form]
 
 
-def write(directory, form, family="llama", dtype="bfloat16", skip=(), **overrides):
-    """A quantized checkpoint. Returns the weights that it holds, in float32. Args: skip: matrices left as floats."""
+def write(directory, form, family="llama", skip=(), head_step=None, **overrides):
+    """A quantized checkpoint in bfloat16. Returns the weights that it holds, in float32.
+
+    Args: skip: matrices left as floats. head_step: weights of the head are multiples of it.
+    """
     config = FORMS[form]
-    tiny_model(directory, family, dtype, **SIZES | overrides)
+    tiny_model(directory, family, "bfloat16", **SIZES | overrides)
     tensors, weights = {}, {}
     for name, tensor in load_file(directory / "model.safetensors").items():
+        if name == "lm_head.weight" and head_step:
+            tensor = (tensor / head_step).round() * head_step
         weights[name], prefix = tensor.float(), name.removesuffix("weight")
         if name in skip or not name.endswith(("_proj.weight", "w1.weight", "w2.weight", "w3.weight")):
             tensors[name] = tensor
