@@ -83,15 +83,14 @@ def quantize_fp8(weight: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tens
     """As `quantize`."""
     out, in_ = weight.shape
     block = config.get("weight_block_size") or weights_of(config).get("block_structure")
-    if block is None:
-        block = [1 if weights_of(config).get("strategy") == "channel" else out, in_]
-    rows, columns = block
+    one_scale = block is None and weights_of(config).get("strategy") != "channel"
+    rows, columns = block or (out if one_scale else 1, in_)
     blocks = pad(weight, (0, -in_ % columns, 0, -out % rows)).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     scale = blocks.abs().amax((1, 3)) / 448
     wide = scale.repeat_interleave(rows, 0)[:out].repeat_interleave(columns, 1)[:, :in_]
     values = (weight / wide).to(FP8)
     exact, name = values.float() * wide, "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
-    if block == [out, in_]:
+    if one_scale:
         return {"weight": values, name: scale.reshape(()), "input_scale": torch.ones(1)}, exact
     return {"weight": values, name: scale}, exact
 
