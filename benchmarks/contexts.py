@@ -19,7 +19,7 @@ from benchmarks.report import console, figure, show_table, table_of
 from nanopage import EngineConfig
 from nanopage.build import build_engine
 from nanopage.engine.block_manager import BlockManager
-from nanopage.read_config import config_from_dict
+from nanopage.reading.config import config_from_dict
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import Batch, BlockUpdate, NewSequence, SamplingSettings
 

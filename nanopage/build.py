@@ -24,7 +24,7 @@ from nanopage.grammar.structured import Grammars
 from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
-from nanopage.read_config import has_family
+from nanopage.reading.config import has_family
 from nanopage.recurrent.states import fit_block_size
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.setup import choose_drafts

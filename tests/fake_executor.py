@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams
 from nanopage.beams.requests import make_request
-from nanopage.read_config import config_from_dict
+from nanopage.reading.config import config_from_dict
 from nanopage.step import Batch, BatchResult, Capacity, SamplingSettings
 
 MODEL = {

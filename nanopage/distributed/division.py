@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from nanopage.config.model import ExpertsConfig, ModelConfig
+from nanopage.config.model import ModelConfig
+from nanopage.experts.config import ExpertsConfig
 
 
 def divide(model: ModelConfig, tp_size: int, expert_parallel: bool = False) -> ModelConfig:

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import LatentConfig, ModelConfig
-from nanopage.config.rope import read_rope
 from nanopage.experts.config import read_grouped_experts
 from nanopage.experts.moe import Gate
 from nanopage.families.qwen2_moe import make_mlp
@@ -31,6 +30,7 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import magnitude
 from nanopage.models.decoder import DecoderLayer, SelfAttention
+from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 GGUF_ARCHITECTURE = ""  # not supported: files have kv_b_proj in two parts

@@ -7,11 +7,12 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import RopeConfig, read_rope
+from nanopage.config.rope import RopeConfig
 from nanopage.families.gemma2 import GGUF_TENSORS as GEMMA2_TENSORS
 from nanopage.families.gemma2 import Gemma2Layer, gemma_config, gemma_scale, window_pattern
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
+from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 GGUF_ARCHITECTURE = "gemma3"

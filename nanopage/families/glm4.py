@@ -9,10 +9,11 @@ from torch import Tensor
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import RopeConfig, read_rope
+from nanopage.config.rope import RopeConfig
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
+from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Glm4ForCausalLM", "GlmForCausalLM")
 GGUF_ARCHITECTURE = "glm4"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from nanopage.checks.fields import Fields, read_dtype
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import read_rope
 from nanopage.experts.activation import clamped_swiglu
 from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts
@@ -22,6 +21,7 @@ from nanopage.layers.attention import Scoring
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
+from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("GptOssForCausalLM",)
 GGUF_ARCHITECTURE = None  # GGUF files are not read

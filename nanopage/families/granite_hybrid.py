@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import UNROTATED, read_rope
+from nanopage.config.rope import UNROTATED
 from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts
 from nanopage.families import granite
@@ -17,6 +17,7 @@ from nanopage.files.model_files import shown
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import SelfAttention
+from nanopage.reading.rope import read_rope
 from nanopage.recurrent.mamba2 import Mamba2Mixer, read_mixer
 from nanopage.recurrent.states import MixerLayer
 from nanopage.state.layer_kinds import STATE

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import read_rope
 from nanopage.families.qwen3 import Qwen3Attention
 from nanopage.files.model_files import shown
 from nanopage.layers.attention import StepContext
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer
+from nanopage.reading.rope import read_rope
 from nanopage.recurrent.states import MixerLayer, causal_conv, read_state, write_state
 from nanopage.state.layer_kinds import STATE
 

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import RopeConfig, read_rope
+from nanopage.config.rope import RopeConfig
 from nanopage.layers.mlp import MLP
 from nanopage.layers.rotary import rotate
 from nanopage.models import llama
 from nanopage.models.decoder import DecoderLayer, SelfAttention
+from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Ministral3ForCausalLM", "MinistralForCausalLM")
 GGUF_ARCHITECTURE = "mistral3"

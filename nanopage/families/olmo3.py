@@ -4,10 +4,11 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import RopeConfig, read_rope
+from nanopage.config.rope import RopeConfig
 from nanopage.families import olmo2
 from nanopage.families.gemma2 import window_pattern
 from nanopage.models.decoder import DecoderLayer
+from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 GGUF_ARCHITECTURE = "olmo2 with windows"  # "olmo2" in the file, which has olmo2.attention.sliding_window, too

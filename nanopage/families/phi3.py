@@ -5,10 +5,10 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import read_rope
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
+from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Phi3ForCausalLM",)
 GGUF_ARCHITECTURE = "phi3"

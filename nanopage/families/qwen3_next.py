@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import read_rope
 from nanopage.experts.config import read_experts
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.files.model_files import shown
@@ -17,6 +16,7 @@ from nanopage.layers.attention import StepContext
 from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import SelfAttention, make_norm
+from nanopage.reading.rope import read_rope
 from nanopage.recurrent.gated_delta_net import GatedDeltaNet, InterleavedDeltaNet
 from nanopage.recurrent.states import MixerLayer
 from nanopage.state.layer_kinds import STATE

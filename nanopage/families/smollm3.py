@@ -4,10 +4,11 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import UNROTATED, read_rope
+from nanopage.config.rope import UNROTATED
 from nanopage.files.model_files import shown
 from nanopage.models import llama
 from nanopage.models.decoder import DecoderLayer
+from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 GGUF_ARCHITECTURE = "smollm3"  # always every fourth layer, as the default here

@@ -25,7 +25,7 @@ from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import rust_errors, shown
 from nanopage.files.safetensors_checkpoint import MAX_MATRICES
 from nanopage.quantization.gguf_reader import TensorInfo, read_header, read_rows
-from nanopage.read_config import config_from_dict
+from nanopage.reading.config import config_from_dict
 
 TENSORS = {
     "token_embd": "model.embed_tokens",

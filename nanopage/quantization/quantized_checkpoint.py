@@ -19,6 +19,7 @@ from nanopage.device import check_weights_fit
 from nanopage.files.safetensors_checkpoint import StoredBytes, StoredTensor, opened, read_whole, stored_bytes
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
+from nanopage.quantization import mxfp4
 from nanopage.quantization.gguf_tiles import names_of_matrices
 from nanopage.quantization.layouts import LAYOUTS, SCALES_OF_ACTIVATIONS, WORD
 from nanopage.quantization.matrix import Matrix, join
@@ -179,6 +180,9 @@ def dequantized(
     slots: Mapping[str, Tensor], stored: Stored, how: StoredQuantization
 ) -> Iterator[tuple[str, int, Tensor]]:
     """The quantized matrices among the `slots` of a model, float32, as pieces (see loader.py)."""
+    if how.method == "mxfp4":
+        yield from mxfp4.dequantized([*stored.values()], slots)
+        return
     with Reader(stored, how) as reader:
         for name in slots:
             if is_quantized(name, stored):

@@ -14,7 +14,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import read_json, shown
-from nanopage.read_config import add_ends, config_from_directory, has_family
+from nanopage.reading.config import add_ends, config_from_directory, has_family
 from nanopage.transformers_impl.decoder import TRIAL
 from nanopage.transformers_impl.probe import probe
 from nanopage.weights.loader import Checkpoint

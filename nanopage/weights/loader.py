@@ -34,7 +34,7 @@ from nanopage.models.meta import family_of, meta_model
 from nanopage.quantization import gguf_tiles, mxfp4, quantized_checkpoint
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.quantization.quantized_checkpoint import FLOATS, TYPES
-from nanopage.read_config import config_from_directory
+from nanopage.reading.config import config_from_directory
 from nanopage.weights.allocation import all_finite, materialize
 
 logger = logging.getLogger("nanopage")
@@ -131,10 +131,7 @@ def load_model(
         else:
             pieces = _read(checkpoint, names, _wanted(model), slices)
         if config.quantization is not None and how.load_format != "dummy":
-            if config.quantization.method == "mxfp4":
-                floats = mxfp4.dequantized([*names], _wanted(model))
-            else:
-                floats = quantized_checkpoint.dequantized(_wanted(model), stored, config.quantization)
+            floats = quantized_checkpoint.dequantized(_wanted(model), stored, config.quantization)
             pieces = chain(pieces, _sliced(floats, slices))
         materialize(model, dtype, torch.device("cpu") if how.on_host else device, for_use=not how.on_host)
         files = {name: tensor.file for name, tensor in stored.items()}

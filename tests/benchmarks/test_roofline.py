@@ -10,7 +10,7 @@ from test_gguf import SMOLLM, model_for, write_gguf
 from benchmarks.machine import product_speed
 from benchmarks.peers.protocol import Work
 from benchmarks.roofline import Speed, Weights, attended_tokens, read_weights, roofline
-from nanopage.read_config import config_from_directory
+from nanopage.reading.config import config_from_directory
 from nanopage.weights import loader
 
 KV_BYTES = 2 * 2 * 16 * 4  # of a layer of the tiny model in float32: K and V, 2 heads of 16

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.checks.fields import MAX_SIZES
-from nanopage.read_config import config_from_dict
+from nanopage.reading.config import config_from_dict
 from nanopage.startup.options import refused
 from nanopage.state.kv_cache import KVCache
 from nanopage.weights import loader

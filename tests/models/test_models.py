@@ -32,7 +32,7 @@ from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.layers.linear import Linear
 from nanopage.layers.weight import Floats
 from nanopage.models import find_family, load_families, own_families
-from nanopage.read_config import config_from_dict
+from nanopage.reading.config import config_from_dict
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable

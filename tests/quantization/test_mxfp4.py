@@ -12,7 +12,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from nanopage import EngineConfig
 from nanopage.distributed.part import Part
 from nanopage.quantization.mxfp4 import dequantize
-from nanopage.read_config import config_from_dict
+from nanopage.reading.config import config_from_dict
 from nanopage.startup.worker import build_worker
 from nanopage.weights import loader
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from nanopage.checks.fields import MAX_SIZES
 from nanopage.config.rope import UNROTATED
 from nanopage.families import granite_hybrid, mamba2
-from nanopage.read_config import config_from_dict
+from nanopage.reading.config import config_from_dict
 from nanopage.recurrent.mamba2 import Mamba2Config
 from nanopage.state.layer_kinds import STATE
 

@@ -15,9 +15,9 @@ from nanopage.checks.fields import Fields, read_dtype
 from nanopage.checks.pooling import PoolingConfig, read_classifier
 from nanopage.checks.stored_quantization import read_stored_quantization
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import check_rope, read_rope
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.models import find_family, load_families
+from nanopage.reading.rope import check_rope, read_rope
 
 # What runs instead of a model that is refused.
 OTHERS = "model_impl='auto' runs most other decoders"
