@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
+from nanopage.families.qwen3 import GGUF_TENSORS as GGUF_NORMS
 from nanopage.families.qwen3 import Qwen3Attention
 from nanopage.files.model_files import shown
 from nanopage.layers.attention import StepContext
@@ -19,7 +20,13 @@ from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Lfm2ForCausalLM",)
 GGUF_ARCHITECTURE = "lfm2"
-GGUF_TENSORS: dict[str, str] = {}
+GGUF_TENSORS = GGUF_NORMS | {
+    "token_embd_norm": "model.norm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+GGUF_FIELDS = {"shortconv.l_cache": "conv_L_cache", "attention.head_count_kv": "layer_types"}
 NAMES = {  # here: in checkpoints
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -56,7 +63,11 @@ def _kinds(fields: Fields, num_layers: int) -> list[str]:
         raise fields.error("full_attn_idxs", f"must be a list of layers, got {shown(attention)}")
     kinds = ["full_attention" if index in attention else "conv" for index in range(num_layers)]
     kinds = fields.values.get("layer_types") or kinds
-    if len(kinds) != num_layers or any(kind not in ("full_attention", "conv") for kind in kinds):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(kind not in ("full_attention", "conv") for kind in kinds)
+    ):
         raise fields.unsupported("layer_types", f"{shown(kinds)} of {num_layers} layers")
     return kinds
 
@@ -68,6 +79,11 @@ def _intermediate_size(fields: Fields) -> int:
     multiple = fields.size("block_multiple_of", 256)
     size = int(fields.number("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     return -(-size // multiple) * multiple
+
+
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that files lack."""
+    return {"norm_eps": config["rms_norm_eps"], "block_auto_adjust_ff_dim": False}
 
 
 def rename(name: str, config: ModelConfig) -> str:

@@ -12,10 +12,9 @@ from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_experts
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.files.model_files import shown
-from nanopage.layers.attention import StepContext
 from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
-from nanopage.models.decoder import SelfAttention, make_norm
+from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
 from nanopage.reading.rope import read_rope
 from nanopage.recurrent.gated_delta_net import GatedDeltaNet, InterleavedDeltaNet
 from nanopage.recurrent.states import MixerLayer
@@ -78,30 +77,40 @@ def make_layer(config: ModelConfig, index: int) -> nn.Module:
     return make_mixer_layer(config, index, InterleavedDeltaNet)
 
 
-def make_mixer_layer(config: ModelConfig, index: int, delta_net: type[GatedDeltaNet]) -> MixerLayer:
-    linear, mlp = config.sliding_windows[index] == STATE, make_mlp(config, index)
-    if linear:
+def make_mixer_layer(config: ModelConfig, index: int, delta_net: type[GatedDeltaNet]) -> nn.Module:
+    mlp = make_mlp(config, index)
+    if config.sliding_windows[index] == STATE:
         return MixerLayer(config, "linear_attn", delta_net(config, index), mlp)
-    return MixerLayer(config, "self_attn", GatedAttention(config, index), mlp)
+    return GatedLayer(config, GatedAttention(config, index), mlp)
+
+
+class GatedLayer(DecoderLayer):
+    """A layer with a gate on the output of attention."""
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        part: Any = self.self_attn
+        gate = part.q_and_gate(self.input_layernorm(x))[:, :, 1]
+        x = x + part.o_proj((attended * gate.sigmoid()).flatten(1))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class GatedAttention(SelfAttention):
-    """Attention with a norm on every head of q and k, and a gate on the output. q_proj has q and the gate of each
-    head."""
+    """Attention with a norm on every head of q and k. q_proj has q and the gate of each head; `after` computes it once
+    more, because a layer is compiled in two parts."""
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index, config.attention_bias, config.attention_bias)
         parts = self.qkv_proj.parts
-        self.qkv_proj = Linear(config.hidden_size, parts | {"q_proj": 2 * parts["q_proj"]}, config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, 2 * parts.pop("q_proj"), config.attention_bias)
+        self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
         self.q_norm, self.k_norm = make_norm(config, self.head_dim), make_norm(config, self.head_dim)
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
         return self.q_norm, self.k_norm
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        """x [T, hidden_size], normalized -> same"""
-        q_and_gate, kv = self.heads(x).split([2 * self.num_heads, 2 * self.num_kv_heads], dim=1)
-        q, gate = q_and_gate.unflatten(1, (-1, 2)).unbind(2)
-        q, k, v = self.rotated(torch.cat((q, kv), dim=1), *step.rotations[self.rope])
-        step.write(self, k, v)
-        return self.o_proj((step.attend(self, q) * gate.sigmoid()).flatten(1))
+    def q_and_gate(self, x: Tensor) -> Tensor:
+        """x [T, hidden_size], normalized -> [T, heads, 2, head_dim]"""
+        return self.q_proj(x).unflatten(-1, (-1, 2, self.head_dim))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return torch.cat((self.q_and_gate(x)[:, :, 0], super().heads(x)), dim=1)

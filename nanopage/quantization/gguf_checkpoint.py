@@ -55,6 +55,7 @@ UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # to
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
 PIECE_ELEMENTS = 2**17  # dequantized at once: few enough for a core's cache, which makes it twice as fast
 
+LLAMA3 = ("llama-bpe", "lfm2")  # pre-tokenizers that split as Llama 3's
 INSTEAD = "the model's safetensors checkpoint may run"
 
 _REQUIRED: Any = object()  # the default of a field that must be present
@@ -116,7 +117,7 @@ class GGUFCheckpoint:
             "intermediate_size": self._size("{arch}.feed_forward_length", "intermediate_size"),
             "num_hidden_layers": self._size("{arch}.block_count", "num_hidden_layers"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self._size("{arch}.attention.head_count_kv", "num_key_value_heads", num_heads),
+            "num_key_value_heads": self._num_kv_heads(num_heads),
             "max_position_embeddings": self._size("{arch}.context_length", "max_position_embeddings"),
             "rms_norm_eps": self._number("{arch}.attention.layer_norm_rms_epsilon", "rms_norm_eps"),
             "hidden_act": "silu",
@@ -171,8 +172,21 @@ class GGUFCheckpoint:
             raise self._error("tokenizer.ggml.eos_token_id", f"= {eos} is no token, and no other token ends a reply")
         return sorted(ids)
 
+    def _num_kv_heads(self, num_heads: int) -> int:
+        """The heads of K. LFM2's files have an array, with 0 for the layers that have a convolution."""
+        key = "{arch}.attention.head_count_kv"
+        heads = self.fields.get(self._key(key))
+        if isinstance(heads, np.ndarray) and "attention.head_count_kv" in self._option("GGUF_FIELDS", {}):
+            if heads.dtype.kind not in "iu" or len({*heads.tolist()} - {0}) > 1:
+                raise self._error(key, f"must be one number for all layers with attention, got {shown(heads)}")
+            return int(heads.max(initial=0)) or num_heads
+        return self._size(key, "num_key_value_heads", num_heads)
+
     def _layer_types(self, key: str) -> list[str]:
-        """The layers' types, from a field that says for each layer whether it has a window."""
+        """The layers' types, from a field that says for each layer whether it has a window, or how many heads of K."""
+        if key.endswith("head_count_kv"):
+            heads = self._field(key, np.ndarray, "an array of numbers", _REQUIRED)
+            return ["full_attention" if count else "conv" for count in heads]
         windows = self._field(key, np.ndarray, "an array of true and false", _REQUIRED)
         if windows.dtype != bool:
             raise self._error(key, f"must be an array of true and false, got {shown(windows)}")
@@ -257,7 +271,7 @@ class GGUFCheckpoint:
         added = self._added_tokens()
         bos = self._token_id("bos")
         # llama.cpp's defaults, if the file says nothing.
-        adds_bos = kind == "llama" or self._string("tokenizer.ggml.pre", "") == "llama-bpe"
+        adds_bos = kind == "llama" or self._string("tokenizer.ggml.pre", "") in LLAMA3
         adds_bos = self._flag("tokenizer.ggml.add_bos_token", adds_bos)
         if self._flag("tokenizer.ggml.add_eos_token", False):
             raise self._unsupported("tokenizer.ggml.add_eos_token")
@@ -393,8 +407,11 @@ class GGUFCheckpoint:
     def _named(self, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """A tensor by its name in transformers, or the matrices of all experts that are stacked in it."""
         name = self._name(tensor.name)
+        # llama.cpp drops dimensions of 1.
         if name.endswith("mlp.shared_expert_gate.weight") and len(tensor.shape) == 1:
-            tensor = replace(tensor, shape=(1, *tensor.shape))  # llama.cpp drops dimensions of 1
+            tensor = replace(tensor, shape=(1, *tensor.shape))
+        if name.endswith("conv.conv.weight") and len(tensor.shape) == 2:
+            tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
         if "{}" not in name:
             yield name, tensor
             return
@@ -408,9 +425,9 @@ class GGUFCheckpoint:
 
     def _name(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
-        if stem in TENSORS:
-            return f"{TENSORS[stem]}.{kind}"
-        if match := re.fullmatch(r"blk\.(0|[1-9][0-9]*)\.(\w+)", stem):
+        if found := TENSORS.get(stem) or self.family.GGUF_TENSORS.get(stem):
+            return f"{found}.{kind}"
+        if match := re.fullmatch(r"blk\.(0|[1-9][0-9]*)\.([\w.]+)", stem):
             layer, part = match.groups()
             if found := (LAYER_TENSORS | self.family.GGUF_TENSORS).get(part):
                 return f"model.layers.{layer}.{found}.{kind}"
@@ -507,7 +524,7 @@ class GGUFCheckpoint:
             merges.append((left, right))
         vocabulary = {token: i for i, token in enumerate(self.tokens)}
         with rust_errors(f"{self.path}: tokenizer.ggml.merges"):
-            tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in ("llama-bpe", "tekken")))
+            tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in (*LLAMA3, "tekken")))
         if pre in SPLITS:
             split = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
             parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

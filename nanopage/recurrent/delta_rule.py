@@ -42,7 +42,7 @@ def delta_rule(
     """
     if q.shape[0] == state.shape[0]:
         return _single_tokens(state, q, k, v, log_decay, beta)
-    counts, kept = pages.counts.tolist(), getattr(pages, "kept", pages.counts).tolist()
+    counts, kept = pages.counts.tolist(), pages.kept.tolist()
     num_single = next((index for index, count in enumerate(counts) if count > 1), len(counts))
     sizes = [num_single]
     for count, known in zip(counts[num_single:], kept[num_single:], strict=True):

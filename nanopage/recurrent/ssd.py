@@ -39,7 +39,7 @@ def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor, state: Tensor, pages: A
         return decode(x, decay, b, c, state)
     first = int((pages.counts > 1).argmax())  # the first prompt
     one, more = ([tensor[which] for tensor in (x, decay, b, c, state)] for which in (slice(first), slice(first, None)))
-    known = getattr(pages, "kept", pages.counts)
+    known = pages.kept
     pieces = np.stack([known, pages.counts - known], axis=1)
     decoded, scanned = decode(*one), scan_prompts(pieces[first:], *more)
     return torch.cat([decoded[0], scanned[0]]), torch.cat([decoded[1], scanned[1]])

@@ -83,7 +83,7 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, pages: Any) -> tuple[
         out = x * weight[:, past]
         for index in range(past):
             out += taps[index] * weight[:, index]
-        return out, torch.stack(taps[1:], dim=2).to(before.dtype)
+        return out, torch.cat((before, x[..., None].to(before.dtype)), dim=2)[..., 1:]
     counts = torch.from_numpy(pages.counts).to(x.device)
     rows, window = torch.arange(len(counts), device=x.device), torch.arange(past, device=x.device)
     starts = counts.cumsum(0) - counts + rows * past  # of sequences among the inputs, each behind its past

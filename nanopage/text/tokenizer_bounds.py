@@ -58,7 +58,7 @@ _GPT_4O_SPLIT = (
 )
 _TEKKEN_SPLIT = _GPT_4O_SPLIT.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
 SPLITS = {
-    **dict.fromkeys(("llama-bpe", "dbrx", "glm4"), _LLAMA3_SPLIT),
+    **dict.fromkeys(("llama-bpe", "dbrx", "glm4", "lfm2"), _LLAMA3_SPLIT),
     "qwen2": _QWEN2_SPLIT,
     "gpt-4o": _GPT_4O_SPLIT,
     "tekken": _TEKKEN_SPLIT,

@@ -20,7 +20,6 @@ from nanopage.models.decoder import Decoder
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.quantization.gguf_tiles import is_quantized
 from nanopage.quantization.quantized import quantize
-from nanopage.state.layer_kinds import STATE
 from nanopage.weights.loader import Checkpoint
 from nanopage.worker.setup import Setup
 
@@ -108,9 +107,6 @@ def why_eager(setup: Setup, model: Decoder) -> str | None:
         return f"eagerly: {str(setup.dtype).removeprefix('torch.')} is not compiled on this CPU"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return "eagerly: attention with sinks is not compiled"
-    windows, layers = setup.part.sliding_windows, list(model.layers)
-    if any(window != STATE and not hasattr(layer, "before") for layer, window in zip(layers, windows, strict=True)):
-        return "eagerly: layers with a gate on attention's output are not compiled"
     experts_apart = not any(isinstance(module, TiledExperts) for module in model.modules())
     if setup.model_config.experts is not None and experts_apart:
         adapters = " with adapters" if setup.config.enable_lora else ""

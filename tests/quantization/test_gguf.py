@@ -39,8 +39,9 @@ from tokenizers import (
 from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.cpu.tiled import TiledWeight
+from nanopage.models import find_family
 from nanopage.quantization import gguf_checkpoint
-from nanopage.quantization.gguf_checkpoint import INSTEAD, YARN_FIELDS, GGUFCheckpoint
+from nanopage.quantization.gguf_checkpoint import INSTEAD, LLAMA3, YARN_FIELDS, GGUFCheckpoint
 from nanopage.quantization.gguf_reader import read_header
 from nanopage.quantization.quantized import QuantizedWeight
 from nanopage.text.tokenizer import Tokenizer as NanopageTokenizer
@@ -79,6 +80,19 @@ NAMES = {
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    # LFM2's
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
 }
 # In models with norms after attention.
 NAMES_OF_POST_NORMS = {
@@ -184,6 +198,7 @@ PRE_TOKENIZERS = {
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
     "dbrx": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
+    "lfm2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
     "gpt-4o": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GPT_4O_SPLIT), "isolated"), BYTE_LEVEL]),
     "glm4": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
     "tekken": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TEKKEN_SPLIT), "isolated"), BYTE_LEVEL]),
@@ -210,7 +225,7 @@ def byte_level_vocabulary(pre):
     merges = [tuple(merge) for merge in bpe["merges"]]
     vocabulary = bpe["vocab"]
     vocabulary["Ġxylophone"] = len(vocabulary)  # no merges lead here: only Llama 3 and Tekken find it
-    ignore_merges = pre in ("llama-bpe", "tekken")
+    ignore_merges = pre in (*LLAMA3, "tekken")
     tokenizer = with_pipeline(Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore_merges)), pre)
     for token, kind in ADDED:
         tokenizer.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)])
@@ -219,7 +234,7 @@ def byte_level_vocabulary(pre):
     tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     ids = {token: i for i, token in enumerate(tokens)}
     fields = {"bos_token_id": ids["<|im_start|>"], "eos_token_id": ids["<|im_end|>"], "padding_token_id": 0}
-    if pre == "llama-bpe":
+    if pre in LLAMA3:
         special = [("<|im_start|>", ids["<|im_start|>"])]
         tokenizer.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=special)
     types = [dict(ADDED).get(token, NORMAL) for token in tokens]
@@ -338,6 +353,14 @@ def metadata_of(config, arch):
         )
     if arch == "glm4":
         return {"rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"])}
+    if arch == "lfm2":
+        size = 2 * config.intermediate_size // 3
+        return {
+            "feed_forward_length": -(-size // config.block_multiple_of) * config.block_multiple_of,
+            "attention.head_count_kv": [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types],
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+            "shortconv.l_cache": config.conv_L_cache,
+        }
     if arch != "phi3":
         return {}
     rope, head_dim = config.rope_parameters, config.hidden_size // config.num_attention_heads
@@ -387,7 +410,7 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
         f"{arch}.feed_forward_length": config.intermediate_size,
         f"{arch}.attention.head_count": config.num_attention_heads,
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
-        f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{arch}.attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
         f"{arch}.rope.freq_base": config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"],
         "tokenizer.ggml.model": vocabulary.model,
         "tokenizer.ggml.pre": vocabulary.pre,
@@ -399,7 +422,7 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
     }
     if hasattr(config, "num_experts_per_tok"):
         metadata |= fields_of_experts(arch, config)
-    head_dim = hf_model.model.layers[0].self_attn.head_dim
+    head_dim = next(layer.self_attn.head_dim for layer in hf_model.model.layers if hasattr(layer, "self_attn"))
     if head_dim != config.hidden_size // config.num_attention_heads:
         metadata[f"{arch}.attention.key_length"] = metadata[f"{arch}.attention.value_length"] = head_dim
     if arch == "llama":
@@ -431,13 +454,13 @@ def write_gguf(path, hf_model, arch, vocabulary, types=None, rope_freqs=None, ex
         if arch in ("llama", "granite", "smollm3", "mistral3") and (projection := name.split(".")[-2]) in heads:
             rows = permute(rows, heads[projection])
         values = parameter[rows].numpy()
-        if "shared_expert_gate" in name:
-            values = values[0]  # the converter drops dimensions of 1
+        # The converter drops dimensions of 1.
+        values = values[0] if "shared_expert_gate" in name else values[:, 0] if "conv.conv" in name else values
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             values = parameter.add_(1).numpy().copy()
             parameter.sub_(1)  # rounds
         stored_as = next((kind for part, kind in (types or {}).items() if part in name), None)
-        if stored_as is None or values.ndim == 1 or "mlp.gate.weight" in name:
+        if stored_as is None or values.ndim == 1 or "mlp.gate.weight" in name or "conv.conv" in name:
             writer.add_tensor(gguf_name(name, arch), values)
         else:
             data = gguf.quants.quantize(values, stored_as)
@@ -592,6 +615,7 @@ MODELS = {
     "mixtral": ("mixtral", "llama", {}),
     "qwen2_moe": ("qwen2_moe", "qwen2moe", {}),
     "qwen3_moe": ("qwen3_moe", "qwen3moe", {"norm_topk_prob": True}),
+    "lfm2": ("lfm2", "lfm2", {"conv_L_cache": 4, "norm_eps": 0.1, "block_multiple_of": 32, "intermediate_size": 130}),
 }
 STORED = {
     "float32": {},
@@ -609,9 +633,11 @@ def decode_the_last(paged, lengths):
 
 
 def assert_equals_transformers(file, hf_model):
-    model = loader.load_model(file, loader.read_config(file), torch.float32, torch.device("cpu"))
-    slots = loader._wanted(model)
+    config = loader.read_config(file)
+    model = loader.load_model(file, config, torch.float32, torch.device("cpu"))
+    slots, rename = loader._wanted(model), getattr(find_family(config.architecture), "rename", lambda name, _: name)
     for name, parameter in matrices_of(hf_model):
+        name = rename(name, config)
         if ".experts." in name:
             matrices = [slots[name.replace(".experts.", f".experts.{i}.")] for i in range(len(parameter))]
             assert torch.equal(torch.stack(matrices), parameter), name
@@ -919,7 +945,8 @@ class TestBeginningOfSequence:
 
     # llama.cpp's defaults (llama-vocab.cpp); Llama 3's own converter writes no add_bos_token.
     @pytest.mark.parametrize(
-        ("kind", "adds"), [("smollm", False), ("gpt-2", False), ("qwen2", False), ("llama", True), ("llama-bpe", True)]
+        ("kind", "adds"),
+        [("smollm", False), ("gpt-2", False), ("qwen2", False), ("llama", True), ("llama-bpe", True), ("lfm2", True)],
     )
     def test_is_llama_cpps_default_if_the_file_says_nothing(self, file, kind, adds):
         vocabulary = VOCABULARIES[kind]
@@ -1039,6 +1066,13 @@ class TestFilesThatDoNotFit:
     def test_an_unknown_architecture(self, file, arch):
         write_gguf(file, model_for(SMOLLM), arch, SMOLLM)
         self.refuse(file, rf"architecture '{arch}' is not supported; supported: llama, gemma2, gemma3.*; {INSTEAD}$")
+
+    def test_heads_of_k_that_differ_between_layers(self, file):
+        for heads in ([1, 2], [0.5, 0.0]):
+            write_gguf(file, model_for(SMOLLM, "lfm2"), "lfm2", SMOLLM, lfm2__attention__head_count_kv=heads)
+            self.refuse(file, "head_count_kv must be one number for all layers with attention")
+        write_gguf(file, model_for(SMOLLM), "llama", SMOLLM, llama__attention__head_count_kv=[2, 0])
+        self.refuse(file, "head_count_kv must be an integer")
 
     @pytest.mark.parametrize("kind", ["bert", "t5", "rwkv"])
     def test_an_unknown_tokenizer(self, file, kind):
