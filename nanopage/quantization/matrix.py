@@ -59,8 +59,8 @@ class Matrix:
         return quantized_weights.pack(self._signed(), scales, zeros, True, self.bits, self.group)
 
     def tiled(self, dtype: torch.dtype) -> TiledWeight | None:
-        """The weight in tiles on a CPU, or None if they cannot hold it. With groups, tiles have float16 scales and
-        offsets (scale * zero point). Args: dtype: of activations."""
+        """The weight in tiles on a CPU, or None if they cannot hold it. Tiles with groups round scales and offsets
+        (scale * zero point) to float16. Args: dtype: of activations."""
         out_features, in_features = self.values.shape
         if self.order is not None or self.values.dtype == FP8:
             return None
@@ -68,8 +68,8 @@ class Matrix:
             tiles = tile_linear.tile_int8(self._signed(), self.scales[0].float())
             return TiledWeight(out_features, in_features, *tiles, dtype)
         scales = self.scales.float()
-        rounding, largest = (scales.to(torch.float16) - scales).abs() > scales.abs() * 2**-11, scales.abs().max()
-        if self.group % BLOCK or in_features % self.group or rounding.any() or largest * 2**self.bits > 65504:
+        overflows = scales.abs().max() * 2**self.bits > torch.finfo(torch.float16).max
+        if self.group % BLOCK or in_features % self.group or overflows:
             return None
         repeats = self.group // BLOCK
         scales, zeros = scales.T.repeat_interleave(repeats, 1), self._signed_zeros()

@@ -109,6 +109,16 @@ def test_tiles_on_a_cpu_hold_integers(tmp_path, form):
         assert_holds(model, weights)
 
 
+def test_a_matrix_that_tiles_cannot_hold_is_floats(tmp_path):
+    """Here its scales overflow float16."""
+    write(tmp_path, "int4, groups of 32")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{O_PROJ}.weight_scale"] = torch.full((192, 6), 1e4, dtype=torch.bfloat16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    first, second = (layer.self_attn.o_proj.weight for layer in load(tmp_path, "tiles").layers)
+    assert isinstance(first, Floats) and isinstance(second, TiledWeight)
+
+
 @pytest.mark.parametrize(
     ("family", "form"),
     [("qwen3_moe", "fp8, blocks"), ("qwen3_moe", "nvfp4"), ("qwen2_moe", "int8"), ("mixtral", "int4, groups of 32")],

@@ -8,9 +8,11 @@ import pytest
 from encoders import texts, tiny_encoder, write_modules
 from helpers import Paged, random_tokens, tiny_model
 from test_gguf import SMOLLM, STORED, model_for, write_gguf
+from test_layouts import EXPERTS, write
 from test_lora import save_adapter
 from test_quantized_checkpoint import KINDS, write_quantized
 
+from benchmarks.formats import FORMS
 from nanopage import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 from nanopage.quantization.quantized import QuantizedWeight
 from nanopage.quantization.quantized_weights import dequantize
@@ -147,6 +149,13 @@ def test_rounded_weights(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_checkpoints(kind, tmp_path):
     write_quantized(tmp_path, KINDS[kind])
+    assert_greedy(load(tmp_path, GPU), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "family"), [*((form, "llama") for form in FORMS), ("nvfp4", "qwen3_moe")])
+def test_other_quantized_checkpoints(form, family, tmp_path):
+    write(tmp_path, form, family, **EXPERTS if family == "qwen3_moe" else {})
     assert_greedy(load(tmp_path, GPU), tmp_path)
 
 
