@@ -1150,7 +1150,7 @@ class TestFilesThatDoNotFit:
     def test_windows_that_are_not_those_of_the_layers(self, file, pattern):
         fields = {"olmo2.attention.sliding_window_pattern": pattern}
         write_gguf(file, model_for(SMOLLM, "olmo3"), "olmo2", SMOLLM, **fields)
-        self.refuse(file, "sliding_window_pattern must be an array|layer_types .* is not supported for 2 layers")
+        self.refuse(file, "sliding_window_pattern must be an array|layer_types .* of 2 layers is not supported")
 
     @pytest.mark.parametrize(
         "key",
