@@ -43,8 +43,8 @@ def state_pages(batch: Batch, table: SequenceTable) -> dict[int, StatePages]:
     places = to_device(torch.from_numpy(np.stack([rows, before, after])), table.device)
     begins = to_device(torch.from_numpy(starts == 0), table.device)
     sequence = to_device(torch.from_numpy(np.repeat(np.arange(len(rows)), counts)), table.device)
-    blocks = table.blocks[places[0], places[1:]].long()  # [2, B, kinds]
+    blocks = table.blocks[places[0], places[1:]].long().movedim(2, 0).contiguous()  # [kinds, 2, B], for compiled code
     return {
-        kind: StatePages(blocks[0, :, kind].masked_fill(begins, -1), blocks[1, :, kind], sequence, counts, kept)
+        kind: StatePages(blocks[kind, 0].masked_fill(begins, -1), blocks[kind, 1], sequence, counts, kept)
         for kind in kinds
     }

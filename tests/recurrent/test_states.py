@@ -10,6 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
+from nanopage.state.layer_kinds import STATE
+from nanopage.state.sequence_table import SequenceTable
+from nanopage.step import Batch
+from nanopage.worker.state_pages import state_pages
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -72,3 +76,15 @@ def test_a_block_has_room_for_a_state(tmp_path, caplog):
     hf_model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     expected = hf_model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
     assert run(engine, prompt)[0] == expected[0, 50:].tolist()
+
+
+def test_blocks_of_states_are_contiguous():
+    """As compiled code expects, which would read others without an error."""
+    table = SequenceTable(3, 16, 4, 8, torch.device("cpu"), windows=(None, STATE, STATE))
+    table.block_tables[:] = torch.arange(table.block_tables.numel()).view_as(table.block_tables)
+    batch = Batch(rows=[2, 0], starts=[8, 0], counts=[1, 6], sampled_from=[0, 5, 6], sampled_rows=[2, 0, 0])
+    (kind, first), (_, second) = state_pages(batch, table).items()
+    assert (
+        kind == 1 and first.sources.tolist() == [24 + 1 * 3 + 1, -1] and first.targets.tolist() == [24 + 2 * 3 + 1, 4]
+    )
+    assert all(blocks.is_contiguous() for blocks in (first.sources, first.targets, second.sources, second.targets))
