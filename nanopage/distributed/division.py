@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from nanopage.config.model import ModelConfig
-from nanopage.experts.config import ExpertsConfig
+from nanopage.config.model import ExpertsConfig, ModelConfig
 
 
 def divide(model: ModelConfig, tp_size: int, expert_parallel: bool = False) -> ModelConfig:

@@ -1,46 +1,12 @@
 """ExpertsConfig, read from config.json."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from nanopage.checks.fields import Fields
+from nanopage.config.model import ExpertsConfig
 from nanopage.files.model_files import shown
 
 MAX_EXPERTS = 2**16  # in all layers together
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """The mixtures of experts of a model (see experts/moe.py).
-
-    num_experts: of each mixture. num_chosen: how many of them compute a token.
-    intermediate_size: of each expert.
-    shared_size: the intermediate size of an expert that computes all tokens; 0: there is none.
-    shared_gate: whether that expert has a gate.
-    normalize: whether the weights of a token's experts are divided by their sum.
-    layers: whether each layer of the model has a mixture. Others have a plain feed-forward layer.
-    corrected, groups, scaling: the bias, groups and scaling of `experts.routing.route`.
-    swiglu: alpha and limit of the activation, which is GPT-OSS's. None: it is the model's, and experts have no biases.
-    place, parts: the names in checkpoints: of the experts in a layer, and of an expert's gate, up and down projections.
-    """
-
-    num_experts: int
-    num_chosen: int
-    intermediate_size: int
-    shared_size: int
-    normalize: bool
-    layers: tuple[bool, ...]
-    swiglu: tuple[float, float] | None = None
-    place: str = "mlp.experts"
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared_gate: bool = True
-    corrected: bool = False
-    groups: tuple[int, int] = (1, 1)
-    scaling: float = 1.0
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether experts are chosen by a softmax alone, as the compiled code of a CPU does."""
-        return not self.corrected and self.groups[0] == 1 and self.scaling == 1
 
 
 def read_experts(

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopage.experts.config import ExpertsConfig
+from nanopage.config.model import ExpertsConfig
 from nanopage.experts.routing import route
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP

@@ -15,9 +15,8 @@ import pytest
 from nanopage import EngineConfig
 from nanopage.checks.fields import MAX_SIZES, RANGES
 from nanopage.checks.stored_quantization import StoredQuantization
-from nanopage.config.model import ModelConfig
+from nanopage.config.model import ExpertsConfig, ModelConfig
 from nanopage.config.rope import RopeConfig
-from nanopage.experts.config import ExpertsConfig
 from nanopage.families import granite_hybrid, mamba2
 from nanopage.layers.rotary import inverse_frequencies
 from nanopage.models import find_family
