@@ -498,7 +498,7 @@ def test_an_unknown_architecture_is_an_error_that_lists_the_supported_ones(archi
         config_from_dict(LLAMA | {"architectures": architectures})
     for name in [*ARCHITECTURES, *(architectures or [])]:
         assert name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") in str(error.value)
-    assert str(error.value).endswith("; model_impl='auto' runs most other decoders") and len(str(error.value)) < 300
+    assert str(error.value).endswith("; model_impl='auto' runs most other decoders") and len(str(error.value)) < 450
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

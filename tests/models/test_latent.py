@@ -59,7 +59,7 @@ def test_a_token_takes_the_memory_of_one_vector(tmp_path):
         ("deepseek_v3", {"rope_interleave": 1}, "rope_interleave must be true or false"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; supported: 1"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported"),
-        ("deepseek_v3", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported with experts"),
+        ("deepseek_v3", {"hidden_act": "gelu"}, "hidden_act 'gelu' with experts is not supported"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "mlp_layer_types .* is not supported for 2 layers"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace 2 is not supported; supported: 1"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob True is not supported; supported: False"),

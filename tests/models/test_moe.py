@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from nanopage import EngineConfig
 from nanopage.checks.fields import MAX_SIZES, Fields
-from nanopage.config.model import ExpertsConfig, read_grouped_experts
+from nanopage.config.model import ExpertsConfig
 from nanopage.cpu.packed import PackedWeight
 from nanopage.cpu.tile_linear import round_activations
 from nanopage.cpu.tiled import TiledWeight, tile
 from nanopage.cpu.tiled_experts import TiledExperts, can_join
 from nanopage.distributed.part import Part
+from nanopage.experts.config import read_grouped_experts
 from nanopage.experts.moe import Experts, Gate, GroupedExperts, MixtureOfExperts, route
 from nanopage.files import safetensors_checkpoint
 from nanopage.layers.linear import Linear

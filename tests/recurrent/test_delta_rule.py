@@ -68,5 +68,7 @@ def test_small_decays_behind_large_ones_are_exact_in_float32():
     log_decay[3] = -3e4  # forgets everything; float32 would leave errors of 0.002 in sums from here on
     tensors = [*(x.float() for x in (q, k, v, log_decay)), torch.full(shape[:2], 0.5)]
     expected, _ = by_definition(*(x.double() for x in tensors), torch.zeros(2, 4, 4, dtype=torch.float64))
-    out, _ = module.delta_rule(*tensors, torch.zeros(1, 2, 4, 4), SimpleNamespace(counts=np.array([64])))
+    out, _ = module.delta_rule(
+        *tensors, torch.zeros(1, 2, 4, 4), SimpleNamespace(counts=np.array([64]), kept=np.array([64]))
+    )
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)

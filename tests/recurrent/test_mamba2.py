@@ -98,7 +98,7 @@ WRONG = [
     (GRANITE, {"position_embedding_type": "alibi"}, "position_embedding_type 'alibi' is not supported"),
     (GRANITE, {"num_local_experts": -1}, "num_local_experts must be a positive integer"),
     (GRANITE, {"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok must be at most"),
-    (GRANITE, {"num_local_experts": 2, "hidden_act": "gelu"}, "hidden_act 'gelu' is not supported with experts"),
+    (GRANITE, {"num_local_experts": 2, "hidden_act": "gelu"}, "hidden_act 'gelu' with experts is not supported"),
     *(
         (config, {name: MAX_SIZES[name] + 1}, f"{name} must be at most {MAX_SIZES[name]:,}")
         for config, family in ((MAMBA2, mamba2), (GRANITE, granite_hybrid))

@@ -68,6 +68,6 @@ def test_a_long_chunk_with_strong_decays_is_accurate_in_float32():
     x, b, c = torch.randn(64, 1, 1, 2), torch.randn(64, 1, 2), torch.randn(64, 1, 2)
     decay = torch.where(torch.arange(64) < 32, -1000.0, -1e-3)[:, None, None]
     given = x, decay, b, c, torch.randn(1, 1, 1, 2, 2)
-    y, _ = ssd.scan(*given, SimpleNamespace(counts=np.array([64])))
+    y, _ = ssd.scan(*given, SimpleNamespace(counts=np.array([64]), kept=np.array([64])))
     exact, _ = by_definition(*(tensor.double() for tensor in given[:4]), given[4][0].double())
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
