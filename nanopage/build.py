@@ -103,7 +103,8 @@ def _read_model(
     Raises: as `build_engine`.
     """
     _check_length(config, model_config.max_position_embeddings)
-    config = _fit_blocks(config, model_config)
+    if model_config.state:
+        config = _fit_blocks(config, model_config)
     tokenizer = None
     if config.load_format != "dummy" or path.suffix == ".gguf" or exists(path / "tokenizer.json"):
         tokenizer = Tokenizer(checkpoint, model_config.vocab_size)
@@ -121,7 +122,7 @@ def _read_model(
 
 
 def _fit_blocks(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    """Make blocks large enough for the states of layers that have one."""
+    """Make blocks large enough for the states of layers."""
     device = resolve_device(config.device)
     dtype, _ = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.dtype, model_config.dtype, dtype, device)

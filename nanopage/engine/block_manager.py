@@ -87,10 +87,6 @@ class BlockManager:
         """The longest cached prefix of `token_ids`, block by block (see `PrefixCache.lookup`)."""
         return self.prefixes.lookup(token_ids, salt, hashes)
 
-    def marks(self, token_ids: list[int], salt: str, hashes: list[bytes]) -> list[int]:
-        """Where steps should end in a prompt (see `PrefixCache.marks`)."""
-        return self.prefixes.marks(token_ids, salt, hashes)
-
     def register(self, seq_id: int, token_ids: list[int], num_written: int, salt: str = "") -> None:
         """Register the full blocks among the first `num_written` tokens, whose K and V are written."""
         chain = self._chains[seq_id]

@@ -76,8 +76,8 @@ class PrefixCache:
 
     def marks(self, token_ids: list[int], salt: str, hashes: list[bytes]) -> list[int]:
         """Where steps should end in a prompt, so that other prompts find a state there: at the end of its last full
-        block, and where it leaves a known prefix. Without states: nowhere. Args: as of `lookup`."""
-        if not self.enabled or STATE not in self.windows:
+        block, and where it leaves a known prefix. Args: as of `lookup`."""
+        if not self.enabled:
             return []
         last = (len(token_ids) - 1) // self.block_size
         return sorted({length * self.block_size for length in (len(self._find(token_ids, salt, hashes)), last)})

@@ -267,10 +267,8 @@ def next_work(group: SequenceGroup, budget: int) -> Work:
         end = seq.num_tokens if group.forked else group.shared_len
         num_tokens = 0 if group.forked and seq.full else min(end - seq.num_computed_tokens, budget)
         if group.marks and num_tokens > 1:
-            ends = [
-                mark for mark in group.marks if seq.num_computed_tokens < mark < seq.num_computed_tokens + num_tokens
-            ]
-            num_tokens = ends[0] - seq.num_computed_tokens if ends else num_tokens
+            left = [mark - seq.num_computed_tokens for mark in group.marks if mark > seq.num_computed_tokens]
+            num_tokens = min([num_tokens, *left])
         if num_tokens > 0:  # a beam may have to wait for the others
             work.append((seq, num_tokens))
             budget -= num_tokens

@@ -260,8 +260,9 @@ class Scheduler:
         live, manager = group.live, self.block_manager
         group.status, group.forked, group.shared_len = Status.RUNNING, len(live) == 1, common_length(live)
         leader = live[0]
-        known = leader.token_ids[: group.shared_len]
-        group.marks = manager.marks(known, leader.cache_salt, leader.block_hashes)
+        if manager.num_states:
+            known = leader.token_ids[: group.shared_len]
+            group.marks = manager.prefixes.marks(known, leader.cache_salt, leader.block_hashes)
         needed, free = self.admission.blocks_wanted(group), manager.num_free_blocks
         leader.num_computed_tokens = cached = manager.allocate(leader.seq_id, prefix, group.shared_len)
         schedule.num_cached_tokens += cached

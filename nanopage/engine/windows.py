@@ -1,6 +1,7 @@
 """Sliding windows and states: which blocks of a table no later token sees."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from nanopage.state.layer_kinds import STATE, first_blocks
 from nanopage.step import NO_BLOCK
@@ -19,7 +20,7 @@ def entries_behind(
         begin = end = first * num_kinds + kind
         if windows[kind] == STATE:
             places = range(begin - num_kinds, -1, -num_kinds)
-            yield from [(index, table[index]) for index in places if table[index] != NO_BLOCK][:1]
+            yield from islice(((index, table[index]) for index in places if table[index] != NO_BLOCK), 1)
             continue
         while begin >= num_kinds and table[begin - num_kinds] != NO_BLOCK:
             begin -= num_kinds

@@ -69,8 +69,7 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield f"embeddings and scores need weights that are not quantized, and those of {path} are ({has})"
     if config.enable_lora and model_config.experts is not None and model_config.experts.swiglu is not None:
         yield f"enable_lora does not work with the experts of {path}, whose matrices are transposed in files"
-    states = f"{path} has layers with a state"
     if model_config.state and config.enable_lora:
-        yield f"enable_lora does not work here: {states}"
+        yield f"enable_lora does not work here: {path} has layers with a state"
     if model_config.experts is None and config.enable_expert_parallel:
         yield f"enable_expert_parallel=True, but {path} has no experts"
