@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers import CPU, tiny_model
 from safetensors.torch import load_file, save_file
+from test_quantized_checkpoint import assert_same_answers
 
 from benchmarks.formats import FLOAT8, FORMS, FP8, INT8, NVFP4, compressed, packed, quantize
-from nanopage import LLM, SamplingParams
 from nanopage.cpu.tiled import TiledWeight
 from nanopage.layers.linear import Linear
 from nanopage.layers.weight import Floats
@@ -161,14 +161,7 @@ def test_a_head_may_be_quantized(tmp_path):
 def test_answers_are_those_of_the_same_numbers_as_floats(tmp_path, form, caplog):
     """In float32, eagerly."""
     weights = write(tmp_path / "quantized", form)
-    plain = tiny_model(tmp_path / "plain", "llama", "float32", **SIZES)
-    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
-    tokens = []
-    for path in (tmp_path / "quantized", plain):
-        llm = LLM(str(path), dtype="float32", enforce_eager=True, num_gpu_blocks_override=64)
-        outputs = llm.generate(["the cat", "a dog went"], SamplingParams(temperature=0.0, max_tokens=12))
-        tokens.append([output.outputs[0].token_ids for output in outputs])
-    assert tokens[0] == tokens[1]
+    assert_same_answers(tmp_path / "quantized", weights, tiny_model(tmp_path / "plain", **SIZES))
     assert caplog.text.count("become float32") == 1
 
 

@@ -230,19 +230,28 @@ def test_progress_ends_at_the_total(tmp_path):
         assert len(calls) > 4 and calls == sorted(calls) and calls[-1][0] == calls[-1][1]
 
 
+def assert_same_answers(quantized, weights, plain):
+    """In float32, eagerly: greedy answers of a checkpoint are those of the same model with these weights.
+
+    Args: plain: a directory of this model, whose weights are replaced.
+    """
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    tokens = []
+    for path in (quantized, plain):
+        llm = LLM(str(path), dtype="float32", enforce_eager=True, num_gpu_blocks_override=64)
+        outputs = llm.generate(["the cat", "a dog went"], SamplingParams(temperature=0.0, max_tokens=12))
+        tokens.append([output.outputs[0].token_ids for output in outputs])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("kind", ["awq", "gptq, act-order"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_answers_are_those_of_the_dequantized_checkpoint(tmp_path, kind, tied):
     """In float32, eagerly: both engines compute with the same weights."""
     weights = write_quantized(tmp_path / "quantized", KINDS[kind], tie_word_embeddings=tied)
-    plain = tiny_model(tmp_path / "plain", "llama", "float32", **SIZES, tie_word_embeddings=tied)
-    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
-    tokens = []
-    for path in (tmp_path / "quantized", plain):
-        llm = LLM(str(path), dtype="float32", enforce_eager=True, num_gpu_blocks_override=64)
-        outputs = llm.generate(["the cat", "a dog went"], SamplingParams(temperature=0.0, max_tokens=12))
-        tokens.append([output.outputs[0].token_ids for output in outputs])
-    assert tokens[0] == tokens[1]
+    assert_same_answers(
+        tmp_path / "quantized", weights, tiny_model(tmp_path / "plain", **SIZES, tie_word_embeddings=tied)
+    )
 
 
 # What is refused

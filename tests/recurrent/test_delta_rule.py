@@ -1,11 +1,10 @@
 """The gated delta rule against its definition, token by token."""
 
 import random
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from divisions import check_any_division, pages
 from helpers import examples
 
 from nanopage.recurrent import delta_rule as module
@@ -24,8 +23,6 @@ def by_definition(q, k, v, log_decay, beta, state):
 
 @pytest.mark.parametrize("world", range(examples(24)))
 def test_any_division_into_steps_gives_what_the_definition_gives(world, monkeypatch):
-    """Also if the last tokens of steps are drafts: the state is then the one before them, and later steps compute them
-    again."""
     rng, generator = random.Random(world), torch.Generator().manual_seed(world)
     monkeypatch.setattr(module, "CHUNK", rng.choice([1, 3, 8, 64]))
     heads, key_dim, value_dim = (rng.choice([1, 2, 5]) for _ in range(3))
@@ -33,30 +30,13 @@ def test_any_division_into_steps_gives_what_the_definition_gives(world, monkeypa
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    drafts, lengths = rng.random() < 0.5, [rng.choice([1, 2, 7, 8, 9, 65, 130]) for _ in range(rng.randint(1, 5))]
-    sequences, states, expected = [], [], []
-    for length in lengths:
+    sequences, states = [], []
+    for length in [rng.choice([1, 2, 7, 8, 9, 65, 130]) for _ in range(rng.randint(1, 5))]:
         q, k = (torch.nn.functional.normalize(draw(length, heads, key_dim), dim=-1) for _ in range(2))
         log_decay = -draw(length, heads).exp() * rng.choice([1e-3, 1, 100])  # of long memory, or of none
         sequences.append((q, k, draw(length, heads, value_dim), log_decay, draw(length, heads).sigmoid()))
         states.append(draw(heads, key_dim, value_dim))
-        expected.append(by_definition(*sequences[-1], states[-1])[0])
-    done = [0] * len(lengths)
-    while done != lengths:
-        left = [i for i, length in enumerate(lengths) if done[i] < length]
-        chosen = rng.sample(left, rng.randint(1, len(left)))
-        counts = {i: rng.choice([1, rng.randint(1, lengths[i] - done[i])]) for i in chosen}
-        kept = {i: rng.randint(1, count) if drafts else count for i, count in counts.items()}
-        order = sorted(chosen, key=lambda i: counts[i] > 1)
-        tokens = [[tensor[done[i] : done[i] + counts[i]] for tensor in sequences[i]] for i in order]
-        numbers = {"counts": counts, "kept": kept}
-        pages = SimpleNamespace(**{name: np.array([of[i] for i in order]) for name, of in numbers.items()})
-        before = torch.stack([states[i] for i in order])
-        tensors = (torch.cat(parts) for parts in zip(*tokens, strict=True))
-        out, after = module.delta_rule(*tensors, before.clone(), pages)
-        for i, rows, state in zip(order, out.split([counts[i] for i in order]), after, strict=True):
-            torch.testing.assert_close(rows, expected[i][done[i] : done[i] + counts[i]], rtol=1e-10, atol=1e-10)
-            states[i], done[i] = state, done[i] + kept[i]
+    check_any_division(rng, module.delta_rule, sequences, states, by_definition)
 
 
 def test_small_decays_behind_large_ones_are_exact_in_float32():
@@ -68,7 +48,5 @@ def test_small_decays_behind_large_ones_are_exact_in_float32():
     log_decay[3] = -3e4  # forgets everything; float32 would leave errors of 0.002 in sums from here on
     tensors = [*(x.float() for x in (q, k, v, log_decay)), torch.full(shape[:2], 0.5)]
     expected, _ = by_definition(*(x.double() for x in tensors), torch.zeros(2, 4, 4, dtype=torch.float64))
-    out, _ = module.delta_rule(
-        *tensors, torch.zeros(1, 2, 4, 4), SimpleNamespace(counts=np.array([64]), kept=np.array([64]))
-    )
+    out, _ = module.delta_rule(*tensors, torch.zeros(1, 2, 4, 4), pages([64], [64]))
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
