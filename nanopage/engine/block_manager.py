@@ -144,7 +144,7 @@ class BlockManager:
 
     def grow(self, seq_id: int, num_written: int, num_tokens: int, num_drafted: int = 0) -> bool:
         """Make the table ready for writing the tokens from `num_written` up to `num_tokens`, of which the last
-        `num_drafted` are a draft: states are those before it.
+        `num_drafted` are a draft: the state before the draft is kept.
 
         Returns: False, changing nothing, if there are too few free blocks.
         """
@@ -219,8 +219,8 @@ class BlockManager:
             self._free.append(block)
 
     def _missing(self, table: list[int], num_tokens: int, state_end: int) -> Sequence[int]:
-        """The table indices that lack a block for so many tokens. Of states, only that after `state_end` tokens needs
-        one."""
+        """The table indices that lack a block for so many tokens. Of the states, only the one after `state_end` tokens
+        needs a block."""
         missing = range(len(table), self.blocks_for(num_tokens))
         if not self.num_states:
             return missing

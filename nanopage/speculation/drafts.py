@@ -5,8 +5,8 @@ is sampled after each of them. As long as the samples equal the draft, they are 
 sample that differs is also a next token. The samples after it were computed with a wrong token: they are dropped, and
 later steps overwrite their K and V. So the output does not depend on drafts; only the number of steps does.
 
-Layers with a state (see state/layer_kinds.py) keep that before the draft, because the samples are not known yet. The
-next step computes the accepted tokens again, beside the tokens after them.
+Layers with a state (see state/layer_kinds.py) keep the state before the draft, because it is not known yet which tokens
+are accepted. The next step computes the accepted tokens again, together with those that follow.
 
 A `Drafter` makes the guesses (see lookup.py and draft_model.py). `Drafts` decides which guesses a step tries, and which
 tokens follow from the samples.

@@ -14,10 +14,10 @@ A block holds 3 layers. A sequence of 32,768 tokens in blocks of 16 has 2,048 bl
 while it decodes: 2,213 blocks of 3 layers. With one kind it would have 2,048 blocks of 18 layers, 5.6 times as much.
 
 A layer may keep a state of fixed size instead of K and V, such as the last inputs of a convolution. Then the block of a
-logical block holds the state after the last of its tokens that is computed. A step reads the state that the previous
-token has left and writes the state after its own last token, so a sequence needs only the newest block of such a kind
-(STATE in place of a window). Full blocks hold states at their ends, from which other sequences with the same tokens can
-go on. So states are shared, copied, swapped and evicted like K and V.
+logical block holds the state after the last of its tokens that has been computed. A step reads the state that the
+previous token has left and writes the state after its own last token, so a sequence needs only the newest block of such
+a kind (STATE in place of a window). A full block holds the state at its end, and another sequence that begins with the
+same tokens can go on from it. So states are shared, copied, swapped and evicted like K and V.
 
 In most models, all layers are of one kind, without a window.
 """
