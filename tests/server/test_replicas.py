@@ -76,7 +76,7 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(model, tmp_path_factory):
     options = ("--dtype", "float64", "--max-model-len", 1024, "--max-num-seqs", 1, "--api-key", "secret")
-    options += ("--served-model-name", "tiny", "--replicas", 2, "--shutdown-timeout", 6)
+    options += ("--served-model-name", "tiny", "--replicas", 2, "--shutdown-timeout", 15)
     options += ("--distributed-executor-backend", "mp")
     with serving(model, *options, log=tmp_path_factory.mktemp("replicas") / "log") as server:
         cluster = Cluster(server)
