@@ -193,7 +193,7 @@ class Recorder:
             launches = ["".join(groups) for groups in LAUNCH.findall(body)]
             with Inside() as inside:
                 if name != "sampler":  # which has no such operators
-                    getattr(jit, name)(*arguments)
+                    getattr(jit, name.replace("last", "between"))(*arguments)
             tokens = len(arguments[index])
             self.pieces.append(Piece(name, tokens, seconds, len(code.encode()), launches, inside.count))
 
@@ -219,10 +219,13 @@ def compile_pieces(request: Request) -> list[Piece]:
         if request.quantization is not None:
             quantize(decoder, request.quantization, GPU)
         model = jit.CompiledDecoder(decoder)
-        for name in ("first", "last", "head"):
+        for name in ("first", "head"):
             setattr(model, name, recorder.wrap(name, getattr(model, name)))
-        wrapped = {between: recorder.wrap("between", between) for between in model.betweens}
-        model.betweens = [wrapped[between] for between in model.betweens]
+        all_layers: Any = model.layers
+        names = {layer.piece: "between" if layer.following else "last" for layer in all_layers}
+        wrapped = {piece: recorder.wrap(name, piece) for piece, name in names.items()}
+        for layer in all_layers:
+            layer.piece = wrapped[layer.piece]
         jit.warm_up(model, config, dtype, GPU)
         sample_all = make_sample_all(lambda function: recorder.wrap("sampler", jit.compile_afresh(function), 1))
         jit.warm_up_sampling(sample_all, SamplingTable(9, config.vocab_size, GPU), dtype, GPU)

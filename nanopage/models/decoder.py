@@ -7,6 +7,7 @@ a layer:   x = x + attention(norm(x))
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,10 @@ class Decoder(nn.Module):
         """
         x = self.embed(input_ids)
         step.rotations = self.rotary(step.positions, x.dtype)
+        return self.run_layers(x, step)
+
+    def run_layers(self, x: Any, step: StepContext) -> Tensor:
+        """The only loop over layers in Python. x: what the first layer takes."""
         for layer in self.layers:
             x = layer(x, step)
         return x

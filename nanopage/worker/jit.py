@@ -4,14 +4,13 @@ Attention is not compiled: its kernels would not be fused with anything, and wit
 number of tokens. The pieces are what lies before, between and after the attention of the layers:
 
     first     embedding, rotation table, norm and projection of layer 0
-    between   output projection and feed-forward layer of a layer, norm and projection of the next one
-    last      output projection and feed-forward layer of the last layer
+    between   output projection and feed-forward layer of a layer, norm and projection of the next one if there is one
     head      norm of the decoder, logits
 
 The sum of a layer's output and its residual is therefore computed in one kernel with the next layer's norm. Weights are
 inputs of a graph, so `between` is compiled once for all layers whose weights have the same formats, with experts or
-without, and for all steps, decodes and prompts alike. It is compiled again for steps of a single token, because torch
-specializes on that shape.
+without, and for all steps, decodes and prompts alike. It is compiled again for the last layer, and for steps of a
+single token, because torch specializes on that shape.
 After the first piece and each `between`, one Triton kernel normalizes and rotates the heads and writes K and V
 (kernels/rotate_and_write.py).
 
@@ -23,7 +22,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import FunctionType
 from typing import Any
@@ -65,14 +65,20 @@ def compile_model(model: Decoder, config: ModelConfig, dtype: torch.dtype, devic
 
 @dataclass(slots=True)
 class Carried:
-    """What a piece hands on to the next one, for T tokens.
+    """What the layers hand on, for T tokens and any padding behind them.
 
-    x          [T, hidden_size]  the hidden states
-    rotations  the rotation of each token, cos and sin of each rope (see RotaryEmbedding)
+    x         [T, hidden_size]  the hidden states
+    q         [T, heads, head_dim]  of the attention that follows. All layers fill the same tensor
+    attended  the same, for the output of that attention
+    step      the step with its padding: what pieces read
+    run       calls, captures or replays the piece before the attention of layer `index`, which returns a Carried
     """
 
     x: Tensor
-    rotations: list[tuple[Tensor, Tensor]]
+    q: Tensor
+    attended: Tensor
+    step: StepContext
+    run: Callable[[int, Callable[[], "Carried"]], "Carried"] = lambda index, piece: piece()
 
 
 class CompiledDecoder(Decoder):
@@ -86,23 +92,24 @@ class CompiledDecoder(Decoder):
     def __init__(self, decoder: Decoder):
         nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
         self.take(decoder)
-        self.first, self.last, self.head = map(compile_afresh, (first, last, head))
-        formats = [formats_of(layer) for layer in decoder.layers]
-        made = {pair: compile_afresh(between) for pair in set(pairwise(formats))}
-        self.betweens = [made[pair] for pair in pairwise(formats)]  # what comes after each layer but the last
+        self.first, self.head = compile_afresh(first), compile_afresh(head)
+        pairs = [*pairwise([*map(formats_of, decoder.layers), None])]
+        pieces = {pair: compile_afresh(between) for pair in dict.fromkeys(pairs)}
+        layers = zip(pairwise([*decoder.layers, None]), map(pieces.get, pairs), strict=True)
+        self.layers = nn.ModuleList(CompiledLayer(*both, piece, self.place) for both, piece in layers)
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """As `Decoder.forward`."""
-        carried = None
         q = self.new_heads(len(input_ids))
-        attended = torch.empty_like(q)
+        return self.run_layers(self.begin(input_ids, Carried(q, q, torch.empty_like(q), step)), step)
+
+    def begin(self, input_ids: Tensor, carried: Carried) -> Carried:
+        """Compute the piece before the attention of the first layer. carried: without x."""
         layers: Any = self.layers
-        for index, layer in enumerate(layers):
-            inputs = input_ids, step.positions, step.attention_of(layer.self_attn).slot_mapping
-            carried = self.compute(index, inputs, carried, attended, step.kv_caches[index], q)
-            step.attend(layer.self_attn, q, attended)
-        assert carried is not None  # there is a layer
-        return self.finish(carried.x, attended, step)
+        layer = layers[0].layer
+        carried.x, carried.step.rotations, heads = self.first(self, layer, input_ids, carried.step.positions)
+        self.place(layer.self_attn, heads, carried)
+        return carried
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Decoder.logits`."""
@@ -110,52 +117,48 @@ class CompiledDecoder(Decoder):
 
     def new_heads(self, num_tokens: int) -> Tensor:
         """An empty tensor for q or the output of attention: [num_tokens, heads, head_dim]."""
-        part: Any = self.layers[0].self_attn
+        layers: Any = self.layers
+        part = layers[0].layer.self_attn
         return self.norm.weight.new_empty(num_tokens, part.num_heads, part.head_dim)
 
-    def compute(
-        self,
-        index: int,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        carried: Carried | None,
-        attended: Tensor,
-        kv_cache: Tensor,
-        q: Tensor,
-    ) -> Carried:
-        """Compute the piece before attention of layer `index`.
-
-        Args:
-            inputs: input_ids, positions and slot_mapping, [T] each.
-            carried: from the previous piece; None for layer 0.
-            attended: [T, heads, head_dim], attention of the previous layer; not read for layer 0.
-            kv_cache: of layer `index`; K and V are written to it.
-            q: filled, [T, heads, head_dim].
-        """
-        input_ids, positions, slot_mapping = inputs
-        layer: Any = self.layers[index]
-        if carried is None:
-            x, rotations, heads = self.first(self, layer, input_ids, positions)
-        else:
-            x, heads = self.betweens[index - 1](self.layers[index - 1], layer, carried.x, attended)
-            rotations = carried.rotations
-        cos, sin = rotations[layer.self_attn.rope]
-        self._place(layer.self_attn, heads, cos, sin, kv_cache, slot_mapping, q)
-        return Carried(x, rotations)
-
-    def finish(self, x: Tensor, attended: Tensor, step: StepContext) -> Tensor:
-        """Compute the last piece for the tokens that the step keeps: [T, hidden_size] or [len(rows), hidden_size]."""
-        last_layer: Any = self.layers[-1]
-        return self.last(last_layer, *step.keep(last_layer.self_attn, x, attended))
-
-    def _place(
-        self, part: Any, heads: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slots: Tensor, q: Tensor
-    ) -> None:
+    def place(self, part: Any, heads: Tensor, carried: Carried) -> None:
         """Normalize and rotate heads, fill q, and write K and V. Padding writes no K and V."""
         from nanopage.kernels.rotate_and_write import rotate_and_write  # imports Triton
 
-        norms = part.head_norms()
+        norms, step = part.head_norms(), carried.step
         weights = None if norms is None else (norms[0].weight, norms[1].weight, norms[0].eps, norms[0].offset or 0)
-        rotate_and_write(heads, cos, sin, weights, kv_cache, slots, q, part.scoring.kv_scales)
+        kv_cache, slots = step.kv_caches[part.index], step.attention_of(part).slot_mapping
+        cos, sin = step.rotations[part.rope]
+        rotate_and_write(heads, cos, sin, weights, kv_cache, slots, carried.q, part.scoring.kv_scales)
+
+
+class CompiledLayer(nn.Module):
+    """What `run_layers` calls in place of a layer: from its attention up to that of the following layer.
+
+    Args:
+        following: None for the last layer.
+        piece: `between`, compiled.
+        place: as `CompiledDecoder.place`.
+    """
+
+    def __init__(self, layer: Any, following: Any, piece: Any, place: Callable[..., None]):
+        super().__init__()
+        self.layer, self.following, self.piece, self.place = layer, following, piece, place
+
+    def forward(self, carried: Carried, step: StepContext) -> Carried | Tensor:
+        """Returns: what the following layer gets. The last layer returns what `Decoder.forward` does."""
+        part, num_tokens = self.layer.self_attn, len(step.positions)
+        attended = carried.attended[:num_tokens]
+        step.attend(part, carried.q[:num_tokens], attended)
+        if self.following is None:
+            return self.piece(self.layer, None, *step.keep(part, carried.x[:num_tokens], attended))[0]
+        return carried.run(part.index + 1, partial(self.go_on, carried))
+
+    def go_on(self, carried: Carried) -> Carried:
+        """Compute the piece up to the attention of the following layer."""
+        x, heads = self.piece(self.layer, self.following, carried.x, carried.attended)
+        self.place(self.following.self_attn, heads, carried)
+        return replace(carried, x=x)
 
 
 def formats_of(layer: nn.Module) -> tuple:
@@ -171,14 +174,10 @@ def first(
     return x, decoder.rotary(positions, x.dtype), layer.heads(x)
 
 
-def between(layer: Any, following: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns: x after `layer`, and the heads of the layer that follows."""
+def between(layer: Any, following: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, Any]:
+    """Returns: x after `layer`, and the heads of the layer that follows, if one does."""
     x = layer.after(x, attended)
-    return x, following.heads(x)
-
-
-def last(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
-    return layer.after(x, attended)
+    return x, None if following is None else following.heads(x)
 
 
 def head(decoder: Decoder, hidden: Tensor) -> Tensor:
@@ -209,11 +208,11 @@ def warm_up(model: CompiledDecoder, config: ModelConfig, dtype: torch.dtype, dev
     layers: Any = model.layers
     with without_patterns():
         for num_tokens in (32, 1):
-            model.first(model, layers[0], zeros(num_tokens, kind=torch.int64), zeros(num_tokens, kind=torch.int64))
+            ids, positions = zeros(num_tokens, kind=torch.int64), zeros(num_tokens, kind=torch.int64)
+            model.first(model, layers[0].layer, ids, positions)
             x, attended = zeros(num_tokens, config.hidden_size), zeros(num_tokens, config.num_heads, config.head_dim)
-            for compiled, index in {between: i for i, between in enumerate(model.betweens)}.items():
-                compiled(layers[index], layers[index + 1], x, attended)
-            model.last(layers[-1], x, attended)
+            for one in {layer.piece: layer for layer in layers}.values():
+                one.piece(one.layer, one.following, x, attended)
             model.logits(x)
 
 

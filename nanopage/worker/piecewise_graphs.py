@@ -21,6 +21,8 @@ Without `capture`, the same code runs on the same buffers.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +71,14 @@ class PiecewiseGraphs:
     ):
         self.model, self.kv_cache, self.table, self.make_attention = model, kv_cache, table, make_attention
         self.sizes = token_counts(most)
-        most, hidden_size = self.sizes[-1], len(model.norm.weight)
+        most = self.sizes[-1]
         # input_ids, positions and, for each kind of layers, slots
         self.ints = torch.zeros(2 + len(table.windows), most, dtype=torch.int64, device=table.device)
         self.ints[2:] = -1
         self.q, self.attended = model.new_heads(most).zero_(), model.new_heads(most).zero_()
-        self.x = model.norm.weight.new_empty(most, hidden_size)  # what the last graph hands on
         self.graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}  # of each layer, by size
+        self.last: dict[int, Carried] = {}  # what the last graph of each size hands on
+        self.pool: Any = None  # for graphs, while they are captured
 
     def fits(self, batch: Batch) -> bool:
         return batch.num_tokens <= self.sizes[-1]
@@ -93,24 +96,25 @@ class PiecewiseGraphs:
         slots = [attention.slot_mapping for attention in step.attentions]
         self.ints[:, :num_tokens] = torch.stack((input_ids, step.positions, *slots))
         self.ints[2:, num_tokens:size] = -1
-        q, attended, carried = self.q[:num_tokens], self.attended[:num_tokens], None
-        layers: Any = self.model.layers
-        for index, layer in enumerate(layers):
-            if self.graphs:
-                self.graphs[size][index].replay()
-            else:
-                carried = self._compute(size, index, carried)
-            step.attend(layer.self_attn, q, attended)
-        return self.model.finish(self.x[:num_tokens], attended, step)
+        ids, positions, *slots = self.ints[:, :size]
+        padded = StepContext(positions, [*map(NoAttention, slots)], step.kinds, step.kv_caches)
+        carried = Carried(self.q, self.q[:size], self.attended[:size], padded, partial(self._run, size))
+        carried = carried.run(0, partial(self.model.begin, ids, carried))
+        return self.model.run_layers(carried, step)
 
-    def _compute(self, size: int, index: int, carried: Carried | None) -> Carried:
-        """Compute a piece on the static buffers. This is what a graph captures."""
-        slots = self.ints[2 + self.kv_cache.kinds.of_layers[index], :size]
-        inputs, cache = (self.ints[0, :size], self.ints[1, :size], slots), self.kv_cache.layers[index]
-        carried = self.model.compute(index, inputs, carried, self.attended[:size], cache, self.q[:size])
-        if index + 1 == len(self.model.layers):
-            self.x[:size] = carried.x
-        return carried
+    def _run(self, size: int, index: int, piece: Callable[[], Carried]) -> Carried:
+        """Compute a piece on the static buffers, capture it, or replay it."""
+        if self.pool is not None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                # `last` keeps the memory of a graph's outputs from being reused before the next graph has read them.
+                self.last[size] = piece()
+            self.graphs.setdefault(size, []).append(graph)
+        elif self.graphs:
+            self.graphs[size][index].replay()
+        else:
+            return piece()
+        return self.last[size]
 
     @torch.inference_mode()
     def capture(self, sizes: list[int], pool: Any) -> None:
@@ -119,7 +123,6 @@ class PiecewiseGraphs:
         Args: pool: the memory pool of all graphs.
         Raises: MemoryError if the GPU's memory runs out. The message names the size and the options that help.
         """
-        self.ints[2:] = -1
         console = Console(stderr=True)
         for size in track(sizes[::-1], "Capturing CUDA graphs", console=console, transient=True):
             with naming_what_helps(f"the graphs of {size} tokens were", "gpu_memory_utilization"):
@@ -127,14 +130,18 @@ class PiecewiseGraphs:
         torch.cuda.synchronize(self.table.device)
 
     def _capture(self, size: int, pool: Any) -> None:
-        layers, carried = range(len(self.model.layers)), None
-        for index in layers:  # a first call allocates and compiles, which capturing does not allow
-            carried = self._compute(size, index, carried)
-        graphs, carried = [], None
-        for index in layers:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                # `carried` keeps the memory of a graph's outputs from being reused before the next graph has read them.
-                carried = self._compute(size, index, carried)
-            graphs.append(graph)
-        self.graphs[size] = graphs
+        ids, slots = torch.zeros(2, size, dtype=torch.int64, device=self.table.device)
+        attentions = [NoAttention(slots - 1)] * len(self.table.windows)
+        graphs, self.graphs = self.graphs, {}
+        for self.pool in (None, pool):  # a first call allocates and compiles, which capturing does not allow
+            self._forward(ids, StepContext(ids, attentions, self.kv_cache.kinds.of_layers, self.kv_cache.layers))
+        self.pool, self.graphs = None, graphs | self.graphs
+
+
+@dataclass(slots=True)
+class NoAttention:
+    """The slots of padding, and of tokens whose attention is computed elsewhere."""
+
+    slot_mapping: Tensor
+
+    def attend(self, *arguments: Any) -> None: ...

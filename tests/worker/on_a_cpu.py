@@ -76,8 +76,10 @@ def compile_pieces(model, config, dtype, device):
 class PlainPieces(jit.CompiledDecoder):
     """A CompiledDecoder with plain PyTorch between its pieces."""
 
-    def _place(self, part, heads, cos, sin, kv_cache, slots, q):
-        rotated, k, v = part.rotated(heads, cos, sin)
+    def place(self, part, heads, carried):
+        step = carried.step
+        q, k, v = part.rotated(heads, *step.rotations[part.rope])
+        slots = step.attention_of(part).slot_mapping
         written = slots >= 0
-        pages.write(k[written], v[written], kv_cache, slots[written], *part.scoring.kv_scales)
-        q.copy_(rotated)
+        pages.write(k[written], v[written], step.kv_caches[part.index], slots[written], *part.scoring.kv_scales)
+        carried.q.copy_(q)

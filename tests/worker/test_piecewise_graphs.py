@@ -45,36 +45,35 @@ class FakeGraph:
     puts the results where they were while it was captured."""
 
     def replay(self):
-        again = self.compute(*self.arguments)
-        self.outputs.x.copy_(again.x)
-        for pair, new in zip(self.outputs.rotations, again.rotations, strict=True):
-            for tensor, value in zip(pair, new, strict=True):
-                tensor.copy_(value)
+        self.outputs.x.copy_(self.piece().x)
         self.replays += 1
 
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """What capturing pieces asks of torch.cuda, on a CPU. Returns the calls of `_compute`."""
+    """What capturing pieces asks of torch.cuda, on a CPU. Returns (size, index of the
+    layer, piece, outputs) of each piece that has been computed."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    calls, compute = [], PiecewiseGraphs._compute
+    calls, run = [], PiecewiseGraphs._run
 
-    def recorded(self, *arguments):
-        outputs = compute(self, *arguments)
-        calls.append((arguments, outputs))
-        return outputs
+    def recorded(self, size, index, piece):
+        def kept():
+            calls.append((size, index, piece, piece()))
+            return calls[-1][-1]
+
+        return run(self, size, index, kept)
 
     @contextmanager
     def capture(graph, pool):
         assert pool == "pool"
         before = len(calls)
         yield
-        ((arguments, outputs),) = calls[before:]
-        assert arguments[:2] in [warm[:2] for warm, _ in calls[:before]], "a piece is warmed up before it is captured"
-        graph.compute, graph.arguments, graph.outputs, graph.replays = compute, arguments, outputs, 0
+        ((*which, graph.piece, graph.outputs),) = calls[before:]
+        assert which in [[*warm[:2]] for warm in calls[:before]], "a piece is warmed up before it is captured"
+        graph.replays = 0
 
-    monkeypatch.setattr(PiecewiseGraphs, "_compute", recorded)
+    monkeypatch.setattr(PiecewiseGraphs, "_run", recorded)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     return calls
 
@@ -101,9 +100,6 @@ def capture(engine):
     """Capture all pieces with stand-ins. Returns them."""
     pieces = pieces_of(engine)
     pieces.capture(pieces.sizes, "pool")
-    for graphs in pieces.graphs.values():
-        for graph in graphs:
-            graph.arguments = pieces, *graph.arguments
     return pieces
 
 
@@ -152,10 +148,10 @@ def test_replayed_pieces_give_the_same_tokens_and_nothing_else_is_computed(model
 @pytest.mark.usefixtures("uncompiled")
 def test_a_graph_reads_what_the_previous_one_has_written(model, fake_cuda):
     pieces = capture(in_pieces(make_engine(model), most=32))
-    for size, graphs in pieces.graphs.items():
-        for index, (previous, graph) in enumerate(pairwise(graphs), start=1):
-            assert graph.arguments == (pieces, size, index, previous.outputs)
-        assert graphs[0].arguments == (pieces, size, 0, None)
+    for graphs in pieces.graphs.values():
+        for previous, graph in pairwise(graphs):
+            (carried,) = graph.piece.args
+            assert carried is previous.outputs
 
 
 @pytest.mark.usefixtures("uncompiled")
