@@ -34,10 +34,10 @@ _HOME = {
     "StructuredOutputsParams": "params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
-    "PoolingRequestOutput": "outputs",
-    "EmbeddingRequestOutput": "outputs",
-    "ClassificationRequestOutput": "outputs",
-    "ScoringRequestOutput": "outputs",
+    "PoolingRequestOutput": "pooling.outputs",
+    "EmbeddingRequestOutput": "pooling.outputs",
+    "ClassificationRequestOutput": "pooling.outputs",
+    "ScoringRequestOutput": "pooling.outputs",
 }
 __all__ = [*_HOME]
 

@@ -1,7 +1,6 @@
 """What comes back: outputs of requests, errors that carry them, and statistics of steps. Names are those of vLLM."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -112,66 +111,6 @@ class RequestOutput:
         """Replace the previous output, which nobody has read: put its deltas before the deltas of this output."""
         for completion, before in zip(self.outputs, unread.outputs, strict=False):
             completion.delta = before.delta + completion.delta
-
-
-@dataclass(slots=True)
-class PoolingOutput:
-    """The vector of a text: `data`, a float32 tensor [size] on the CPU."""
-
-    data: Any
-
-
-@dataclass(slots=True)
-class EmbeddingOutput:
-    """The embedding of a text."""
-
-    embedding: list[float]
-
-    @property
-    def hidden_size(self) -> int:
-        """The length of the embedding, under vLLM's name."""
-        return len(self.embedding)
-
-
-@dataclass(slots=True)
-class ClassificationOutput:
-    """The probability of each class."""
-
-    probs: list[float]
-
-    @property
-    def num_classes(self) -> int:
-        return len(self.probs)
-
-
-@dataclass(slots=True)
-class ScoringOutput:
-    """How well two texts belong together."""
-
-    score: float
-
-
-@dataclass(slots=True)
-class PoolingRequestOutput:
-    """What `LLM.encode` returns for a text."""
-
-    request_id: str
-    outputs: Any  # PoolingOutput
-    prompt_token_ids: list[int]
-    num_cached_tokens: int = 0
-    finished: bool = True
-
-
-class EmbeddingRequestOutput(PoolingRequestOutput):
-    """What `LLM.embed` returns for a text: `outputs` is an EmbeddingOutput."""
-
-
-class ClassificationRequestOutput(PoolingRequestOutput):
-    """What `LLM.classify` returns for a text: `outputs` is a ClassificationOutput."""
-
-
-class ScoringRequestOutput(PoolingRequestOutput):
-    """What `LLM.score` returns for a pair: `outputs` is a ScoringOutput."""
 
 
 class GenerationInterrupted(KeyboardInterrupt):

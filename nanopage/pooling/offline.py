@@ -13,18 +13,18 @@ from nanopage.checks.vllm_options import POOLING_CALL, accept
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.inputs import Prompt, list_prompts
-from nanopage.outputs import (
+from nanopage.outputs import RequestOutput
+from nanopage.params import PoolingParams
+from nanopage.pooling.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
-    RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
 )
-from nanopage.params import PoolingParams
 from nanopage.pooling.scoring import pair_texts, read_scores, scoring_prompts
 
 T = TypeVar("T", bound=PoolingRequestOutput)
