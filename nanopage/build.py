@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from nanopage.adapters.requests import Adapters
 from nanopage.adapters.slots import AdapterSlots
 from nanopage.beams import requests as beams
@@ -21,6 +23,7 @@ from nanopage.engine.token_budget import Use, choose_budget
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
+from nanopage.items.embeds import read_embeds
 from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
@@ -78,6 +81,9 @@ def build_engine(
     processor.make_search = beams.make_request
     if tokenizer is not None:
         processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+    if config.enable_prompt_embeds:
+        shape = model_config.hidden_size, getattr(torch, engine.capacity.dtype)
+        processor.prompts.item_readers["prompt_embeds"] = partial(read_embeds, *shape)
     if config.enable_lora:
         processor.adapters = Adapters(config, model_config)
     if model_config.pooling is not None:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 NO_TOKEN = -1  # sampled where the largest logit is NaN or infinite
 NO_BLOCK = -1  # in a block table, in place of a block that no window reaches any more. Nothing reads it
 
@@ -62,6 +64,26 @@ NUMBERS = tuple(name for name, kind in SamplingSettings.__annotations__.items() 
 
 
 @dataclass(slots=True)
+class Item:
+    """An input that is no token, such as an image (see nanopage/items).
+
+    kind      "embeds", or that of an encoder of the model
+    position  of its first token in the prompt
+    length    how many tokens of the prompt it takes the place of. 0: of none; an encoder-decoder model attends to it
+    hash      of kind and payload, 32 bytes
+    payload   what an encoder reads
+    cost      how much of its encoder's budget for a step it takes, in tokens
+    """
+
+    kind: str
+    position: int
+    length: int
+    hash: bytes
+    payload: dict[str, np.ndarray] = field(compare=False)
+    cost: int = 0
+
+
+@dataclass(slots=True)
 class NewSequence:
     """A sequence that begins to run, for the first time or again: all its tokens, and how to sample it."""
 
@@ -71,6 +93,7 @@ class NewSequence:
     seed: int
     sampling: SamplingSettings
     adapter_slot: int = -1  # of the workers' slots for adapters; -1: it has no adapter
+    items: list[Item] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -104,6 +104,6 @@ def make_request(
         Sequence(next(processor.seq_ids), prompt.token_ids, settings, max_total_tokens=limit, cache_salt=salt)
         for _ in range(params.width)
     ]
-    group = SequenceGroup(request_id, seqs, priority, beams, adapter=adapter)
+    group = SequenceGroup(request_id, seqs, priority, beams, False, adapter, prompt.items, prompt.keys)
     fill = partial(beams.add_outputs, group, params, processor.tokenizer)
     return Request(group, params, prompt.text, prompt.token_ids, [], fill)

@@ -36,7 +36,6 @@ ENGINE: Neutral = {
     "fully_sharded_loras": ((False,), "adapters need one worker"),
     "lora_dtype": (("auto",), "adapters have the dtype of the activations"),
     "default_mm_loras": ((None,), "prompts are text"),
-    "enable_prompt_embeds": ((False,), "prompts are text or token ids"),
     "enable_sleep_mode": ((False,), "an engine cannot sleep"),
     "limit_mm_per_prompt": ((None, {}), "prompts are text"),
     "mm_processor_kwargs": ((None, {}), "prompts are text"),

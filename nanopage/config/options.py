@@ -92,6 +92,7 @@ class EngineConfig:
             a CPU, and not compiled.
         max_loras: adapters in memory, and so the most that running requests may have.
         max_lora_rank: the highest rank of an adapter, at most 512. Every adapter takes the memory of this rank.
+        enable_prompt_embeds: prompts may be {"prompt_embeds": tensor} (see docs/prompt-embeddings.md).
         load_format: "auto" reads the model's weights, "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs). Without tokenizer.json, prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
@@ -141,6 +142,7 @@ class EngineConfig:
     enable_lora: Flag = False
     max_loras: Count = 1
     max_lora_rank: Annotated[int, integer(1, 512)] = 16
+    enable_prompt_embeds: Flag = False
     load_format: Literal["auto", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     model_impl: Literal["auto", "nanopage", "transformers"] = "auto"

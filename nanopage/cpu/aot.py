@@ -133,7 +133,7 @@ class Compiled:
     def _forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """As `Decoder.forward`, with the KV cache that the layers were loaded for."""
         assert self.layers is not None
-        x = self.model.embed(input_ids)
+        x = self.model.embed(input_ids, step.embeds)
         step.rotations = self.model.rotary(step.positions, x.dtype)
         return self.layers(x, step)
 

@@ -20,8 +20,10 @@ Ping               ─▶                         (at any time)
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from nanopage.config.options import EngineConfig
 from nanopage.step import Batch, BatchResult, Capacity
@@ -124,8 +126,22 @@ class Failed(msgspec.Struct, tag=True):
 ToWorker = Start | Agreed | Run | Masks | Rest | Compile | Ping | Stop
 FromWorker = Progress | Measured | Ready | Result | Pong | Log | Failed
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+
+def _encode_array(array: Any) -> tuple[str, tuple[int, ...], Any]:
+    """An array of an Item: its dtype, its shape and its bytes."""
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError
+    return array.dtype.str, array.shape, np.ascontiguousarray(array).data
+
+
+def _decode_array(kind: type, value: Any) -> np.ndarray:
+    """Raises: ValueError, TypeError for what `_encode_array` has not made, also for arrays of Python objects."""
+    dtype, shape, data = value
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_encode_array).encode
+_decode_to_worker = msgspec.msgpack.Decoder(ToWorker, dec_hook=_decode_array).decode
 _decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 
 

@@ -42,7 +42,7 @@ class Admission:
         live = group.live
         if live[0].settings.needs_all_positions:  # they need every position computed
             return []
-        known = live[0].token_ids[: common_length(live)]
+        known = live[0].keys[: common_length(live)]
         return self.block_manager.lookup(known, live[0].cache_salt, live[0].block_hashes)
 
     def find_computing(self, group: SequenceGroup, prefix: list[Prefix], chunks: Work) -> SequenceGroup | None:
@@ -58,7 +58,7 @@ class Admission:
             if (
                 seq.num_computed_tokens < end <= seq.num_computed_tokens + num_tokens
                 and seq.cache_salt == leader.cache_salt
-                and seq.token_ids[:end] == leader.token_ids[:end]
+                and seq.keys[:end] == leader.keys[:end]
             ):
                 return seq.group
         return None

@@ -123,6 +123,8 @@ class InputProcessor:
         token_ids, reasoning = prompt.token_ids, prompt.reasoning
         name, count = "n" if params.best_of is None else "best_of", params.num_sequences
         self.check_size(name, count, len(token_ids), params.max_tokens)
+        if params.prompt_logprobs is not None and any(item.kind == "embeds" for item in prompt.items):
+            raise ValueError("prompt_logprobs does not work with embeddings in the prompt: they are no tokens")
         settings = self._settings(params, self._check_tokens(params))
         grammar = None if params.structured_outputs is None else self.compile_grammar(params.structured_outputs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
@@ -143,7 +145,7 @@ class InputProcessor:
             )
             for index in range(count)
         ]
-        group = SequenceGroup(request_id, seqs, priority, ranks=params.ranks, adapter=adapter)
+        group = SequenceGroup(request_id, seqs, priority, None, params.ranks, adapter, prompt.items, prompt.keys)
         detokenizers: list[IncrementalDetokenizer | None] = [None] * count
         if params.detokenize and self.tokenizer is not None:
             stop_strings = StopStrings(list(params.stop)) if params.stop else None

@@ -91,7 +91,7 @@ class Queues:
     def forget_prefixes(self, group: SequenceGroup) -> None:
         """Forget the prefixes of a group whose K and V are not finite, or may not be: nothing may find them."""
         for seq in group.seqs:
-            self.block_manager.forget(seq.token_ids, seq.cache_salt)
+            self.block_manager.forget(seq.keys, seq.cache_salt)
 
     def end_if_finished(self, group: SequenceGroup) -> None:
         """Take a group out of its queue if all of its sequences have ended."""

@@ -42,6 +42,7 @@ class Schedule:
     sequences     the sequences of `batch.rows`, in the same order
     samplers      the sequences of `batch.sampled_rows`, in the same order, but without those in `drafted`
     budget, left  tokens that the step may have: in all, and in addition to the work so far
+    encoder_used  costs of the items that begin in the work so far (see `within_encoder_budget`)
     singles       work of one token; `BatchWriter.write` writes it before `chunks`, work of several tokens
     drafted       decodes with their drafts, at the end of the batch (see speculation/drafts.py)
     num_accepted  for each of `drafted`, how many tokens of its draft were appended; from `Scheduler.update` on
@@ -60,6 +61,7 @@ class Schedule:
     samplers: list[Sequence] = field(default_factory=list)
     budget: int = field(default=0, compare=False)
     left: int = field(default=0, compare=False)
+    encoder_used: int = field(default=0, compare=False)
     singles: list[Sequence] = field(default_factory=list)
     chunks: Work = field(default_factory=list)
     drafted: list[tuple[Sequence, list[int]]] = field(default_factory=list)
@@ -158,7 +160,10 @@ class BatchWriter:
 
     def take(self, schedule: Schedule, work: Work) -> None:
         """Schedule work for which there are enough free blocks."""
-        for seq, num_tokens in work:
+        for seq, most in work:
+            num_tokens = within_encoder_budget(schedule, seq, most) if seq.group.items else most
+            if num_tokens == 0:
+                continue
             self.grow(schedule.batch, seq, num_tokens)
             if num_tokens > 1:
                 schedule.chunks.append((seq, num_tokens))
@@ -240,9 +245,21 @@ class BatchWriter:
             batch.forks.append(Fork(seq.parent.row, seq.row, num_shared, seq.seed))
         else:
             new = NewSequence(seq.row, list(seq.token_ids), seq.num_prompt_tokens, seq.seed, seq.settings)
-            new.adapter_slot = seq.group.adapter_slot
+            new.adapter_slot, new.items = seq.group.adapter_slot, seq.group.items
             batch.new.append(new)
         seq.parent = None
+
+
+def within_encoder_budget(schedule: Schedule, seq: Sequence, num_tokens: int) -> int:
+    """How many of the next tokens of a sequence can run in a step, without an item that would make the encoders' costs
+    exceed `schedule.budget`. The first item of a step may have any cost. Counts the costs."""
+    start = seq.num_computed_tokens
+    for item in seq.group.items:
+        if item.cost and start <= item.position < start + num_tokens:
+            if schedule.encoder_used and schedule.encoder_used + item.cost > schedule.budget:
+                return item.position - start
+            schedule.encoder_used += item.cost
+    return num_tokens
 
 
 def samplers_of(seq: Sequence, end: int) -> list[Sequence]:

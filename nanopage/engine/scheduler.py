@@ -150,7 +150,7 @@ class Scheduler:
             end = start + count if count == 1 else min(start + count, seq.num_tokens)  # `accept` counts drafts
             seq.num_computed_tokens = end
             if end % manager.block_size == 0 or count > 1:
-                manager.register(seq.seq_id, seq.token_ids, end, seq.cache_salt)
+                manager.register(seq.seq_id, seq.keys, end, seq.cache_salt)
                 manager.slide(seq.seq_id, end, seq.group.marks)
             if not seq.group.forked and end == seq.group.shared_len:
                 fork_siblings(self.queues, seq)
@@ -261,7 +261,7 @@ class Scheduler:
         group.status, group.forked, group.shared_len = Status.RUNNING, len(live) == 1, common_length(live)
         leader = live[0]
         if manager.num_states:
-            known = leader.token_ids[: group.shared_len]
+            known = leader.keys[: group.shared_len]
             group.marks = manager.prefixes.marks(known, leader.cache_salt, leader.block_hashes)
         needed, free = self.admission.blocks_wanted(group), manager.num_free_blocks
         leader.num_computed_tokens = cached = manager.allocate(leader.seq_id, prefix, group.shared_len)

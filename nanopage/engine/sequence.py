@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanopage.outputs import RequestMetrics
-from nanopage.step import LogprobTable, SamplingSettings
+from nanopage.step import Item, LogprobTable, SamplingSettings
 
 
 class Status(Enum):
@@ -125,6 +125,12 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
 
     @property
+    def keys(self) -> list[int]:
+        """What the prefix cache compares: the known tokens, and other numbers in place of those of items."""
+        keys = self.group.keys
+        return keys + self.token_ids[len(keys) :] if keys else self.token_ids
+
+    @property
     def num_tokens(self) -> int:
         """Known tokens and tokens in flight."""
         return len(self.token_ids) + self.num_in_flight
@@ -207,6 +213,7 @@ class SequenceGroup:
         beam_search: chooses the next beams, if the request is a beam search.
         ranks: whether completions compete, so that none can be returned before all have ended.
         adapter: needs one of the workers' slots while the group runs.
+        items, keys: see TokenizedPrompt.
     """
 
     request_id: str
@@ -215,6 +222,8 @@ class SequenceGroup:
     beam_search: Search | None = None
     ranks: bool = False
     adapter: Adapter | None = None
+    items: list[Item] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
 
     adapter_slot: int = -1  # while it runs
     masked: bool = field(init=False)

@@ -56,6 +56,8 @@ class StepContext:
     kv_caches   of each layer, [2, num_blocks, num_kv_heads, head_dim * block_size]; written in place
     rows        int64: the tokens whose hidden states are wanted after the last layer. None: all
     adapters    int64 [T], the adapter slot of each token, -1 for none. None: no token has one
+    embeds      (indices int64 [N], rows [N, hidden_size]): the input of the first layer for these tokens, in place of
+                their embeddings. None: no token is of an item
     rotations   cos and sin of each token, for each rope of the model, which computes them (see RotaryEmbedding)
     """
 
@@ -65,6 +67,7 @@ class StepContext:
     kv_caches: Sequence[Tensor]
     rows: Tensor | None = None
     adapters: Tensor | None = None
+    embeds: tuple[Tensor, Tensor] | None = None
     rotations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def write(self, layer: Any, k: Tensor, v: Tensor) -> None:

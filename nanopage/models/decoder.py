@@ -39,6 +39,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.embedding_scale = config.embedding_scale
         self.logit_divisor, self.logit_softcap = config.logit_divisor, config.logit_softcap
+        self.encoders: dict[str, nn.Module] = {}  # by kind of item; its payload -> [length, hidden_size]
         self.score: Linear | None = None  # the head of a model that classifies, instead of `lm_head`
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
@@ -48,7 +49,7 @@ class Decoder(nn.Module):
         Returns: [T, hidden_size], or [len(step.rows), hidden_size]: the last layer drops the tokens that nothing is
             sampled from, once their K and V are written.
         """
-        x = self.embed(input_ids)
+        x = self.embed(input_ids, step.embeds)
         step.rotations = self.rotary(step.positions, x.dtype)
         return self.run_layers(x, step)
 
@@ -65,12 +66,12 @@ class Decoder(nn.Module):
         self.embedding_scale = decoder.embedding_scale
         self.logit_divisor, self.logit_softcap = decoder.logit_divisor, decoder.logit_softcap
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """input_ids [T] -> the input of the first layer, [T, hidden_size]"""
+    def embed(self, input_ids: Tensor, embeds: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """input_ids [T] -> the input of the first layer, [T, hidden_size]. embeds: as in StepContext"""
         x = self.embed_tokens(input_ids)
-        if self.embedding_scale == 1:
-            return x
-        return x * torch.full((), self.embedding_scale, dtype=x.dtype, device=x.device)  # rounded, as in transformers
+        if self.embedding_scale != 1:
+            x = x * torch.full((), self.embedding_scale, dtype=x.dtype, device=x.device)  # rounded, as in transformers
+        return x if embeds is None else x.index_copy(0, *embeds)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size]"""

@@ -23,6 +23,7 @@ MODES = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
 NOT_FOR_POOLING = (
     "speculative_config",
     "enable_lora",
+    "enable_prompt_embeds",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "distributed_executor_backend",

@@ -188,7 +188,7 @@ def _append(
     if group.status is Status.RUNNING:  # it still has its blocks
         if not manager.num_states:
             seq.num_computed_tokens = len(seq.token_ids) - 1
-        manager.register(seq.seq_id, seq.token_ids, seq.num_computed_tokens, seq.cache_salt)
+        manager.register(seq.seq_id, seq.keys, seq.num_computed_tokens, seq.cache_salt)
         manager.slide(seq.seq_id, seq.num_computed_tokens, group.marks)
         manager.shrink(seq.seq_id, len(seq.token_ids))
         seq.num_sent_blocks = min(seq.num_sent_blocks, len(manager.block_tables[seq.seq_id]))

@@ -71,5 +71,7 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield f"enable_lora does not work with the experts of {path}, whose matrices are transposed in files"
     if model_config.state and config.enable_lora:
         yield f"enable_lora does not work here: {path} has layers with a state"
+    if model_config.model_impl == "transformers" and config.enable_prompt_embeds:
+        yield "enable_prompt_embeds does not work with model_impl='transformers': its modules take tokens"
     if model_config.experts is None and config.enable_expert_parallel:
         yield f"enable_expert_parallel=True, but {path} has no experts"

@@ -23,6 +23,7 @@ from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set
 from nanopage.distributed.division import layers_of_stage
 from nanopage.distributed.parallel import PartialWay, Ranks
 from nanopage.distributed.part import WHOLE, Part
+from nanopage.items.rows import ItemRows
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
@@ -102,6 +103,8 @@ def build_worker(
     if (quantized := model_config.quantization) is not None and wings.stored_as != BLOCKS:
         becomes = wings.stored_as or str(setup.dtype).removeprefix("torch.")
         logger.info(f"the weights of {path.name} ({quantized.method}: {quantized.layout}) become {becomes}")
+    if part.is_first and not model_config.is_encoder and (config.enable_prompt_embeds or model.encoders):
+        wings.items = ItemRows(model_config, model.encoders, setup.dtype, device)
     if config.enable_lora:
         model = attach_adapters(setup, model, wings, _choose_add(setup))
     if ranks is not None:

@@ -11,6 +11,7 @@ input tokens from `tokens`, so the next step can use a sampled token before the 
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,7 @@ class SequenceTable:
         self.blocks = self.block_tables.view(shape)  # the same memory: [rows, max_blocks, kinds]
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingTable(num_rows, vocab_size, device)
+        self.items: Any = None  # the ItemRows (items/rows.py) of a worker whose prompts may have items
         self.adapter_slots: Tensor | None = None
         if has_adapters:
             self.adapter_slots = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
@@ -65,6 +67,8 @@ class SequenceTable:
         for new in batch.new:
             self.num_prompt_tokens[new.row] = new.num_prompt_tokens
         self.sampling.add(batch.new)
+        if self.items is not None:
+            self.items.update(batch)
         if self.adapter_slots is not None:
             write_entries(self.adapter_slots[:, None], [(new.row, 0, [new.adapter_slot]) for new in batch.new])
         if batch.forks:

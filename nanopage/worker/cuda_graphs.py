@@ -105,6 +105,7 @@ class CUDAGraphs:
             len(batch.rows) <= self.sizes[-1]
             and batch.sampled_rows == batch.rows
             and batch.num_tokens == len(batch.rows)
+            and not (self.table.items is not None and self.table.items.reaches(batch))
         )
 
     @torch.inference_mode()

@@ -30,19 +30,20 @@ class Inputs:
 
     input_ids, positions  int64 [T], on the device
     pages                 where K and V, or states, are in the layers of each kind
-    adapters              as in StepContext
+    adapters, embeds      as in StepContext
     """
 
     input_ids: Tensor
     positions: Tensor
     pages: "list[Pages | StatePages]"
     adapters: Tensor | None
+    embeds: tuple[Tensor, Tensor] | None
 
     def step(self, kv_cache: KVCache, make_attention: Callable[["Pages"], Attention]) -> StepContext:
         """What the layers need to know of this batch."""
         attentions = [make_attention(pages) if isinstance(pages, Pages) else pages for pages in self.pages]
         layers = kv_cache.kinds.of_layers, kv_cache.layers
-        return StepContext(self.positions, attentions, *layers, adapters=self.adapters)
+        return StepContext(self.positions, attentions, *layers, adapters=self.adapters, embeds=self.embeds)
 
 
 @dataclass(slots=True)
@@ -139,7 +140,8 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
             continue
         block_tables, seq_lens = tables[window]
         pages.append(Pages(slots[kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
-    return Inputs(input_ids, places, pages, table.adapters_of(token_rows))
+    embeds = None if table.items is None else table.items.embeds_of(batch)
+    return Inputs(input_ids, places, pages, table.adapters_of(token_rows), embeds)
 
 
 def plain_attention(pages: Pages) -> GroupedAttention:

@@ -92,6 +92,7 @@ class CompiledDecoder(Decoder):
     def __init__(self, decoder: Decoder):
         nn.Module.__init__(self)  # not Decoder's: the modules are those of `decoder`
         self.take(decoder)
+        self.plain = decoder
         self.first, self.head = compile_afresh(first), compile_afresh(head)
         pairs = [*pairwise([*map(formats_of, decoder.layers), None])]
         pieces = {pair: compile_afresh(between) for pair in dict.fromkeys(pairs)}
@@ -100,6 +101,8 @@ class CompiledDecoder(Decoder):
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """As `Decoder.forward`."""
+        if step.embeds is not None:  # which the first piece does not know
+            return self.plain(input_ids, step)
         q = self.new_heads(len(input_ids))
         return self.run_layers(self.begin(input_ids, Carried(q, q, torch.empty_like(q), step)), step)
 

@@ -81,7 +81,8 @@ class PiecewiseGraphs:
         self.pool: Any = None  # for graphs, while they are captured
 
     def fits(self, batch: Batch) -> bool:
-        return batch.num_tokens <= self.sizes[-1]
+        items = self.table.items
+        return batch.num_tokens <= self.sizes[-1] and not (items is not None and items.reaches(batch))
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Output:

@@ -43,6 +43,7 @@ class Wings:
     wrap           makes a way to run a part of a model, or an encoder, from a way to run a decoder
                    (distributed/parallel.py, pooling/encode.py)
     threads        sets the number of threads on a CPU before each step (cpu/threads.py)
+    items          inputs of running sequences that are no tokens (items/rows.py)
     """
 
     stored_as: str | None = None
@@ -50,6 +51,7 @@ class Wings:
     compiled: Callable[[KVCache, SequenceTable], Any] | str = "eagerly"
     wrap: Callable[[Way], Way] = lambda way: way
     threads: Any = None
+    items: Any = None
 
 
 def why_not_compiled(setup: Setup) -> str | None:

@@ -64,6 +64,7 @@ class Worker:
             config.enable_lora,
             setup.kinds.windows,
         )
+        table.items = wings.items
         made = self.model, self.kv_cache, table
         ways, self.way, self.compiled = list_ways(setup, wings, *made, sample_all)
         self.runner = ModelRunner(*made, ways, sample_all)

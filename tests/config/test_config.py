@@ -88,7 +88,7 @@ OTHER_SIZES = (
     "shared_intermediate_size",
 )  # two are an encoder's; tests/models and tests/recurrent have the last lines'
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
-FLAGS = ["enable_prefix_caching", "enforce_eager", "enable_lora"]
+FLAGS = ["enable_prompt_embeds", "enable_prefix_caching", "enforce_eager", "enable_lora"]
 EXPERTS = "enable_expert_parallel"
 
 CHOICES = {

@@ -1,0 +1,1 @@
+"""Inputs that are no tokens."""

@@ -1,0 +1,93 @@
+"""ItemRows: what a worker knows of the items of its running sequences, and their rows of the first layer's input.
+
+An encoder runs when a chunk of a prompt first reaches an item of its kind. Its output is kept by the hash of the item:
+for the next chunks, for other sequences, and for the next turn of a conversation, whose prompt has the item again.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopage.config.model import ModelConfig
+from nanopage.device import to_device
+from nanopage.step import Batch, Item
+
+CACHE_BYTES = 256 * 2**20  # outputs of encoders
+
+
+class ItemRows:
+    """The items of running sequences.
+
+    Args:
+        encoders: of the model, by kind of item (see `Decoder.encoders`).
+        dtype: of the hidden states.
+        most_bytes: the most that outputs of encoders may take together. The newest is kept in any case.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        encoders: Mapping[str, Callable[[dict[str, Tensor]], Tensor]],
+        dtype: torch.dtype,
+        device: torch.device,
+        most_bytes: int = CACHE_BYTES,
+    ):
+        self.encoders, self.dtype, self.device, self.most_bytes = encoders, dtype, device, most_bytes
+        # Granite multiplies what it gets in place of embeddings, too, and Gemma only embeddings.
+        self.scale = config.embedding_scale if config.architecture.startswith("Granite") else 1.0
+        self.left: dict[int, list[Item]] = {}  # row of the sequence table -> its items that steps have not passed
+        self.outputs: OrderedDict[bytes, Tensor] = OrderedDict()  # by hash, the least recently used first
+
+    def update(self, batch: Batch) -> None:
+        """Learn the items of new sequences, and forget those that lie before this step."""
+        for new in batch.new:
+            self.left[new.row] = new.items
+        for fork in batch.forks:  # the parent has computed the prompt
+            self.left[fork.row] = []
+        for row, start in zip(batch.rows, batch.starts, strict=True):
+            if items := self.left.get(row):
+                self.left[row] = [item for item in items if item.position + max(item.length, 1) > start]
+
+    def reaches(self, batch: Batch) -> bool:
+        """Whether a token of the batch belongs to an item."""
+        return any(True for _ in self._parts(batch))
+
+    def embeds_of(self, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """The tokens of a step of T tokens that belong to items: their indices among them, int64 [N], and their rows,
+        [N, hidden_size]. None if there are none."""
+        parts = list(self._parts(batch))
+        if not parts:
+            return None
+        places = np.concatenate([np.arange(place, place + end - first) for place, _, first, end in parts])
+        rows = torch.cat([self._rows(item, first, end) for _, item, first, end in parts])
+        return to_device(torch.from_numpy(places), self.device), rows
+
+    def output(self, item: Item) -> Tensor:
+        """The output of an item's encoder: [length, hidden_size], or what cross-attention reads."""
+        if item.hash not in self.outputs:
+            payload = {name: to_device(torch.tensor(array), self.device) for name, array in item.payload.items()}
+            self.outputs[item.hash] = self.encoders[item.kind](payload)
+            while len(self.outputs) > 1 and sum(output.nbytes for output in self.outputs.values()) > self.most_bytes:
+                self.outputs.popitem(last=False)
+        self.outputs.move_to_end(item.hash)
+        return self.outputs[item.hash]
+
+    def _parts(self, batch: Batch) -> Iterator[tuple[int, Item, int, int]]:
+        """Where the tokens of a batch meet items: (index of the first such token in the batch, item, the first and the
+        end of the item's rows)."""
+        shift = 0  # from the positions of a sequence to the places of its tokens in the batch
+        for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+            for item in self.left.get(row, ()):
+                first, end = max(start, item.position), min(start + count, item.position + item.length)
+                if first < end:
+                    yield shift + first - start, item, first - item.position, end - item.position
+            shift += count
+
+    def _rows(self, item: Item, first: int, end: int) -> Tensor:
+        if item.kind != "embeds":
+            return self.output(item)[first:end].to(self.dtype)
+        rows = torch.tensor(item.payload["embeds"][first:end]).to(self.dtype)  # a copy: messages are not writable
+        return to_device(rows, self.device) * self.scale
