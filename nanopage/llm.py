@@ -8,7 +8,6 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=50)):
 """
 
 import contextlib
-import dataclasses
 import itertools
 import threading
 from collections import deque
@@ -24,6 +23,7 @@ from nanopage.inputs import AnyAdapter, AnyParams, LoRARequest, Prompt, list_pro
 from nanopage.outputs import GenerationError, GenerationInterrupted, RequestOutput
 from nanopage.params import RequestOutputKind, SamplingParams
 from nanopage.text.tool_prompt import make_prompt
+from nanopage.vllm import methods
 from nanopage.vllm.engine_args import option_names
 from nanopage.vllm.metrics import Metric, Metrics
 from nanopage.vllm.profiler import Profiler
@@ -49,6 +49,10 @@ class LLM:
     # Methods that wings add, attached by build.py.
     beam_search, read_replies = build.beam_search, build.read_replies
     encode, embed, classify, score = build.encode, build.embed, build.classify, build.score
+    # Methods that only programs for vLLM need.
+    get_tokenizer = methods.get_tokenizer
+    get_default_sampling_params = methods.get_default_sampling_params
+    start_profile, stop_profile = methods.start_profile, methods.stop_profile
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class LLM:
         profiler_config: dict | None = None,
         **options,
     ):
-        self._profiler = Profiler(profiler_config)
+        self.profiler = Profiler(profiler_config)
         options = accept_engine("LLM()", options | {"model": model}, option_names())
         self.engine: LLMEngine = build.build_engine(EngineConfig(**options), on_progress, "LLM")
         self.ids = itertools.count()  # of requests
@@ -270,14 +274,6 @@ class LLM:
         """vLLM's name for `engine`."""
         return self.engine
 
-    def get_tokenizer(self):
-        """The model's tokenizer; None if it has none, which only load_format="dummy" allows."""
-        return self.engine.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that have none (see `generation_config` in EngineConfig)."""
-        return dataclasses.replace(self.engine.default_sampling_params)
-
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Running requests go on. Returns True: this always succeeds."""
         with self._lock:
@@ -288,20 +284,6 @@ class LLM:
         """The metrics so far, under vLLM's names (see vllm/metrics.py)."""
         with self._lock:
             return self._metrics.snapshot()
-
-    def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record with torch's profiler what this thread computes, and the GPU if there is one, until `stop_profile`.
-
-        Args:
-            profile_prefix: how the file's name begins.
-
-        Raises: as `Profiler.start`.
-        """
-        self._profiler.start(profile_prefix)
-
-    def stop_profile(self) -> None:
-        """Write the recording to a new file, and log its name. Raises as `Profiler.stop`."""
-        self._profiler.stop()
 
 
 def _so_far(requests: list[Request], outputs: list[RequestOutput]) -> list[RequestOutput | None]:
