@@ -3,9 +3,10 @@
 A world is a tiny float64 model with a random pool, host pool, block size, token budget, policy and set of requests that
 arrive, share prefixes, fork into several completions or beams, get preempted, swapped and aborted at random. The oracle
 has one block per sequence, no prefix cache and no neighbours; it runs every completion by itself, and recomputes every
-beam from its tokens at every step. Rounding cannot hide or fake a difference in float64. In half of the worlds, the
-messages between the engine and its worker travel as bytes. Steps that do not overlap check drafts: the oracle's
-continuation, the same with a wrong token, and random tokens.
+beam from its tokens at every step. In half of the worlds, some prompts have embeddings in the place of tokens. Rounding
+cannot hide or fake a difference in float64. In half of the worlds, the messages between the engine and its worker
+travel as bytes. Steps that do not overlap check drafts: the oracle's continuation, the same with a wrong token, and
+random tokens.
 
     NANOPAGE_FUZZ_WORLDS=2000 pytest tests/test_fuzz.py -s      more worlds, and what happened in them
     NANOPAGE_FUZZ_SEED=7 ...                                    other worlds
@@ -44,6 +45,7 @@ from nanopage.build import build_engine
 from nanopage.distributed.process_executor import ProcessExecutor
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.input_processor import branch_seed
+from nanopage.items.items import make_item
 from nanopage.kernels import paged_attention
 from nanopage.outputs import RequestEvent
 from nanopage.params import RequestOutputKind
@@ -51,6 +53,7 @@ from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import StepTimes
 from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import WorkerDiedError
+from nanopage.text.prompts import TokenizedPrompt
 from nanopage.view.explain import make_sentences, told
 from nanopage.view.frames import Frames, Picture
 from nanopage.view.invariants import check_blocks
@@ -115,6 +118,7 @@ def make_oracle(model, **options) -> LLMEngine:
             num_gpu_blocks_override=num_kinds,  # no sequence is long enough to give one back
             max_num_seqs=1,
             enable_prefix_caching=False,
+            enable_prompt_embeds=shape.model_impl == "nanopage",
         )
     )
 
@@ -225,6 +229,7 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=BLOCK_SIZES) -
         "enable_prefix_caching": rng.random() < 0.85,
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
         "preemption_mode": rng.choice([None, None, "recompute", "swap", "swap"]),
+        "enable_prompt_embeds": oracle.config.enable_prompt_embeds,
     }
     blocks_of_one, size = measure_blocks(oracle, options)
     options["num_gpu_blocks_override"] = times * blocks_of_one + more
@@ -251,7 +256,35 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=BLOCK_SIZES) -
         if options["scheduling_policy"] == "priority":
             plan.priority = rng.choice([-1, 0, 0, 1])
         plans.append(plan)
+    put_items(oracle, plans)
     return options, plans
+
+
+def put_items(oracle: LLMEngine, plans: list[Planned]) -> None:
+    """Give some prompts embeddings in the place of some tokens, the same ones as other prompts, or others."""
+    rng = random.Random(repr([plan.prompt for plan in plans]))
+    if not oracle.config.enable_prompt_embeds or rng.random() < 0.5:
+        return
+    generator = torch.Generator().manual_seed(rng.randrange(1000))
+    contents = torch.randn(2, 16, oracle.model_config.hidden_size, dtype=torch.float64, generator=generator)
+    places = sorted((rng.randrange(20), rng.randint(1, 16)) for _ in range(2))
+    for plan in plans:
+        stretches, end = [], 0
+        for position, length in places:
+            rows = rng.choice([contents[0], contents[0], contents[1]])[:length]
+            if end <= position and position + length <= len(plan.prompt["prompt_token_ids"]) and rng.random() < 0.8:
+                stretches.append((position, rows))
+                end = position + length
+        if stretches:
+            happened["prompts with embeddings"] += 1
+            plan.prompt["multi_modal_data"] = stretches
+            if not plan.searches:
+                plan.params.prompt_logprobs = None
+
+
+def read_stretches(prompt: TokenizedPrompt, stretches: list[tuple[int, torch.Tensor]]) -> None:
+    for position, rows in stretches:
+        prompt.items.append(make_item("embeds", position, len(rows), {"embeds": rows.numpy()}, 3 * len(rows)))
 
 
 def measure_blocks(oracle: LLMEngine, options: dict) -> tuple[int, int]:
@@ -290,6 +323,7 @@ def press(rng: random.Random, oracle: LLMEngine, options: dict, plans: list[Plan
         plan.arrival = arrival
         if not plan.searches:
             plan.params.max_tokens = rng.choice([20, None])
+    put_items(oracle, plans)
 
 
 def watch(engine: LLMEngine) -> None:
@@ -378,6 +412,7 @@ def count_steps(way: CUDAGraphs | PiecewiseGraphs, what: str) -> None:
 
 def add(engine: LLMEngine, plan: Planned) -> None:
     """With fewer completions if so many could never run."""
+    engine.input_processor.prompts.item_readers["multi_modal_data"] = read_stretches
     while True:
         try:
             engine.add_request(plan.request_id, plan.prompt, plan.params, plan.priority, plan.adapter)
@@ -607,6 +642,7 @@ def check_queues(scheduler) -> None:
 
 
 def run_alone(oracle: LLMEngine, prompt: dict, params: SamplingParams, max_model_len: int) -> RequestOutput:
+    oracle.input_processor.prompts.item_readers["multi_modal_data"] = read_stretches
     request = oracle.input_processor.make_request("alone", prompt, params)
     (seq,) = request.group.seqs
     seq.max_total_tokens = min(seq.max_total_tokens, max_model_len)
@@ -658,7 +694,8 @@ def _search_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> BeamS
     beams = [Beam([], 0.0, {})]
     while True:
         for beam in beams:
-            output = run_alone(oracle, {"prompt_token_ids": prompt + beam.token_ids}, ask, MAX_LEN)
+            longer = plan.prompt | {"prompt_token_ids": prompt + beam.token_ids}
+            output = run_alone(oracle, longer, ask, MAX_LEN)
             beam.candidates = {token: p.logprob for token, p in output.outputs[0].logprobs[0].items()}
         chosen = search.choose(beams)
         search.accept(chosen)
@@ -1180,6 +1217,7 @@ def test_the_worlds_were_not_easy():
     assert happened["steps that failed with copies or swaps"] > worlds / 20
     assert happened["constrained completions that were complete"] > worlds / 10
     assert happened["adapters loaded"] > worlds / 5
+    assert happened["prompts with embeddings"] > worlds
     assert happened["tokens of draft models that were accepted"] > happened["tokens of draft models"] / 4
     assert happened["tokens of draft models"] > worlds / 2
     assert happened["adapters found in their slots"] > worlds / 10
