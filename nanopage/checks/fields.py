@@ -65,6 +65,7 @@ MAX_SIZES = {
     "mamba_n_groups": 2**12,
     "mamba_d_state": 2**12,
     "mamba_d_conv": 2**10,
+    "mamba_d_ssm": 2**20,
     "mamba_expand": 2**10,
     "shared_intermediate_size": 2**20,
 }

@@ -85,6 +85,7 @@ class ModelConfig:
     undivided: why tensor parallelism does not work with the family.
     type_vocab_size, first_position: of an encoder, which has no `rope`: how many texts token types tell apart, and the
         row of the first token in the position embeddings. Its norms are not RMS norms.
+    from_gguf: whether tensors are divided, ordered and named as in GGUF files.
     model_impl: what computes the model: "nanopage", or "transformers" (see transformers_impl/).
     """
 
@@ -126,6 +127,7 @@ class ModelConfig:
     type_vocab_size: int = 0
     first_position: int = 0
     pooling: PoolingConfig | None = None  # what is made instead of text
+    from_gguf: bool = False
     model_impl: str = "nanopage"
 
     @property

@@ -164,8 +164,14 @@ class GroupedExperts(nn.Module):
         for name, linear in self.linears.items():
             for kind, fused in (("weight", getattr(self, name)), ("bias", getattr(self, f"{name}_bias"))):
                 for index, of_one in enumerate(() if fused is None else fused.data):
-                    for part, view in linear.slots(of_one).items():
+                    for part, view in self._views(linear, of_one).items():
                         yield f"{self.first + index}.{part or name}.{kind}", view
+
+    def _views(self, linear: Linear, of_one: Tensor) -> dict[str, Tensor]:
+        """As `Linear.slots`. Rows of gate and up alternate for `clamped_swiglu`, also if files have them apart."""
+        if self.swiglu is None or type(linear) is not Linear:
+            return linear.slots(of_one)
+        return {part: of_one[index :: len(linear.parts)] for index, part in enumerate(linear.parts)}
 
 
 def group_experts(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import LatentConfig, ModelConfig
 from nanopage.experts.config import read_grouped_experts
 from nanopage.experts.moe import Gate
+from nanopage.families import qwen3_moe
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.files.model_files import shown
 from nanopage.layers.linear import Linear
@@ -33,8 +34,38 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
-GGUF_ARCHITECTURE = ""  # not supported: files have kv_b_proj in two parts
-GGUF_TENSORS: dict[str, str] = {}
+GGUF_ARCHITECTURE = "deepseek2"
+GGUF_TENSORS = qwen3_moe.GGUF_TENSORS | {
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+GGUF_PARTIAL_ROPE = True
+GGUF_GATINGS, GGUF_NORMALIZED = (0, 1, 2), False
+GGUF_EXPERTS = {
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+GGUF_FIELDS = GGUF_EXPERTS | {
+    "attention.key_length_mla": "qk_nope_head_dim",  # with the rotated part
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.value_length_mla": "v_head_dim",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+}
+GGUF_FLAGS = {"attention_bias": "self_attn.kv_a_proj_with_mqa.bias"}
 EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
 
 
@@ -78,6 +109,24 @@ def _check(fields: Fields, is_v3: bool) -> bool:
     return is_v3 or fields.values.get("topk_method") == "group_limited_greedy"
 
 
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that GGUF files have in another form or lack. Files without a number of groups have one
+    group, as in llama.cpp."""
+    is_v3, num_groups = config.get("scoring_func") == "sigmoid", config.get("n_group", 1)
+    missing = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    grouped = "group_limited_greedy" if num_groups > 1 else "greedy"
+    scaling, mscale = config.get("rope_scaling"), round(10 * config.get("mscale_all_dim", 0.0), 6)  # a tenth is stored
+    return {name: config.get(name, value) for name, value in missing.items()} | {
+        "architectures": [ARCHITECTURES[is_v3]],
+        "topk_method": "noaux_tc" if is_v3 else grouped,
+        "num_key_value_heads": None,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": config.get("q_lora_rank"),
+        "qk_nope_head_dim": config.get("qk_nope_head_dim", 0) - config.get("qk_rope_head_dim", 0),
+        "rope_scaling": scaling and scaling | ({"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}),
+    }
+
+
 def rename(name: str, config: ModelConfig) -> str | None:
     """The name of a checkpoint's tensor in this model. None: it has none."""
     layer = re.match(r"model\.layers\.(\d{1,4})\.", name)
@@ -112,7 +161,7 @@ class LatentAttention(SelfAttention):
             self.q_b_proj = Linear(sizes.q_rank, q_size)
         self.kv_a_proj_with_mqa = Linear(hidden_size, sizes.rank + sizes.rotated, bias)
         self.kv_a_layernorm = RMSNorm(sizes.rank, EPS)
-        self.kv_b_proj = Gate(sizes.rank, self.num_heads * (sizes.k_size + sizes.v_size))  # never quantized
+        self.kv_b_proj = LatentProjection(sizes, self.num_heads, config.from_gguf)
         self.o_proj = Linear(self.num_heads * sizes.v_size, hidden_size, bias)
 
     def heads(self, x: Tensor) -> Tensor:
@@ -120,7 +169,7 @@ class LatentAttention(SelfAttention):
         q = self.q_proj(x) if sizes.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q, q_rotated = q.unflatten(-1, (self.num_heads, -1)).split([sizes.k_size, sizes.rotated], dim=-1)
         c, k_rotated = self.kv_a_proj_with_mqa(x)[:, None].split([sizes.rank, sizes.rotated], dim=-1)
-        q = torch.einsum("thk,hkr->thr", q, self._matrices()[0])
+        q = torch.einsum("thk,hkr->thr", q, self.kv_b_proj.matrices(self.kv_b_proj.weight)[0])
         rotated = torch.cat((q_rotated, k_rotated), dim=1)
         if sizes.interleaved:
             rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -129,9 +178,27 @@ class LatentAttention(SelfAttention):
 
     def values(self, attended: Tensor) -> Tensor:
         """The output of attention [T, num_heads, rotated + rank] -> [T, num_heads, v_size]."""
-        return torch.einsum("thr,hvr->thv", attended[..., self.sizes.rotated :], self._matrices()[1])
+        w_v = self.kv_b_proj.matrices(self.kv_b_proj.weight)[1]
+        return torch.einsum("thr,hvr->thv", attended[..., self.sizes.rotated :], w_v)
 
-    def _matrices(self) -> tuple[Tensor, ...]:
+
+class LatentProjection(Gate):
+    """W_K and W_V of all heads, which are never quantized: [heads * (k_size + v_size), rank].
+
+    Args: is_split: whether files have them in two tensors, W_K transposed.
+    """
+
+    def __init__(self, sizes: LatentConfig, num_heads: int, is_split: bool):
+        super().__init__(sizes.rank, num_heads * (sizes.k_size + sizes.v_size))
+        self.shape, self.sizes, self.is_split = (num_heads, -1), [sizes.k_size, sizes.v_size], is_split
+
+    def matrices(self, weight: Tensor) -> tuple[Tensor, ...]:
         """W_K and W_V of each head: [num_heads, k_size, rank] and [num_heads, v_size, rank]."""
-        sizes = [self.sizes.k_size, self.sizes.v_size]
-        return self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(sizes, dim=1)
+        return weight.unflatten(0, self.shape).split(self.sizes, dim=1)
+
+    def slots(self, parameter: Tensor) -> dict[str, Tensor]:
+        """As `Linear.slots`."""
+        if not self.is_split:
+            return {"": parameter}
+        w_k, w_v = self.matrices(parameter)
+        return {"k_b_proj": w_k.transpose(1, 2), "v_b_proj": w_v}

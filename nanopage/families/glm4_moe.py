@@ -7,14 +7,19 @@ from typing import Any
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_grouped_experts
+from nanopage.families import deepseek, qwen3
 from nanopage.families.glm4 import read_half_rope
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
-GGUF_ARCHITECTURE = None  # not supported: files count the layer after the last one
-GGUF_TENSORS: dict[str, str] = {}
+GGUF_ARCHITECTURE = "glm4moe"
+GGUF_TENSORS = deepseek.GGUF_TENSORS | qwen3.GGUF_TENSORS | {"post_attention_norm": "post_attention_layernorm"}
+GGUF_PARTIAL_ROPE = True
+GGUF_GATINGS, GGUF_NORMALIZED = (0, 2), False
+GGUF_FIELDS = deepseek.GGUF_EXPERTS
+GGUF_FLAGS = {"use_qk_norm": "self_attn.q_norm.weight"}
 DEFAULTS = {
     "n_routed_experts": 128,
     "num_experts_per_tok": 8,

@@ -12,7 +12,7 @@ from nanopage.files.model_files import shown
 from nanopage.models.decoder import DecoderLayer
 
 ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
-GGUF_ARCHITECTURE = ""  # not supported, as in deepseek.py
+GGUF_ARCHITECTURE = ""  # files have the architecture of DeepSeek
 GGUF_TENSORS: dict[str, str] = {}
 
 

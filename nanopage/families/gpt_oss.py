@@ -1,7 +1,7 @@
 """GPT-OSS (OpenAI 2025): attention with sinks, windows in every other layer, and experts with biases.
 
 The activation of experts is clamped, and their gate and up projections alternate. Checkpoints have the matrices of
-experts as MXFP4 (quantization/mxfp4.py), or as floats, transposed.
+experts as MXFP4 (quantization/mxfp4.py), or as floats, transposed. GGUF files have gate and up apart.
 """
 
 from dataclasses import replace
@@ -16,6 +16,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.experts.activation import clamped_swiglu
 from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts
+from nanopage.families import qwen3_moe
 from nanopage.families.gemma2 import window_pattern
 from nanopage.layers.attention import Scoring
 from nanopage.layers.linear import Linear
@@ -24,8 +25,12 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("GptOssForCausalLM",)
-GGUF_ARCHITECTURE = None  # GGUF files are not read
-GGUF_TENSORS: dict[str, str] = {}
+GGUF_ARCHITECTURE = "gpt-oss"
+GGUF_TENSORS = qwen3_moe.GGUF_TENSORS | {
+    "attn_sinks.weight": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
+GGUF_FIELDS = {"attention.sliding_window": "sliding_window"}
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
 
@@ -48,6 +53,12 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     }
 
 
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that GGUF files have under other names, or lack."""
+    scaling = config.get("rope_scaling", {"rope_type": "default"})
+    return {"intermediate_size": config["moe_intermediate_size"], "rope_scaling": scaling | {"truncate": False}}
+
+
 def rename(name: str, config: ModelConfig) -> str:
     """The name of a checkpoint's tensor in this model."""
     return name.replace(".mlp.router.", ".mlp.gate.")
@@ -55,7 +66,7 @@ def rename(name: str, config: ModelConfig) -> str:
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
     assert config.experts is not None and config.experts.swiglu is not None
-    expert = partial(GptOssExpert, swiglu=config.experts.swiglu)
+    expert = partial(GGUFExpert if config.from_gguf else GptOssExpert, swiglu=config.experts.swiglu)
     mixture = MixtureOfExperts(config.hidden_size, config.experts, expert)
     mixture.gate.bias = nn.Parameter(torch.empty(config.experts.num_experts))
     return DecoderLayer(config, GptOssAttention(config, index), mixture)
@@ -95,3 +106,15 @@ class GptOssExpert(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(clamped_swiglu(self.gate_up_proj(x), *self.swiglu))
+
+
+class GGUFExpert(MLP):
+    """As `GptOssExpert`, with the rows of gate first."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, swiglu: tuple[float, float]):
+        super().__init__(hidden_size, intermediate_size, bias=True)
+        self.swiglu = swiglu
+
+    def forward(self, x: Tensor) -> Tensor:
+        alternating = self.gate_up_proj(x).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return self.down_proj(clamped_swiglu(alternating, *self.swiglu))

@@ -19,12 +19,33 @@ from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import SelfAttention
 from nanopage.reading.rope import read_rope
 from nanopage.recurrent.mamba2 import Mamba2Mixer, read_mixer
-from nanopage.recurrent.states import MixerLayer
+from nanopage.recurrent.states import GGUF_MIXER, MixerLayer
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
-GGUF_ARCHITECTURE = ""  # such files are not supported
-GGUF_TENSORS: dict[str, str] = {}
+GGUF_ARCHITECTURE = "granitehybrid"
+GGUF_TENSORS = {
+    "ffn_gate_inp": "mlp.mixture.gate",
+    "ffn_gate_exps": "mlp.mixture.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.mixture.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.mixture.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.gate_proj",
+    "ffn_up_shexp": "mlp.up_proj",
+    "ffn_down_shexp": "mlp.down_proj",
+} | {there: f"mamba.{here}" for there, here in GGUF_MIXER.items()}
+GGUF_REORDERED = True
+GGUF_MIXER_KIND = "mamba"
+GGUF_FIELDS = granite.GGUF_FIELDS | {
+    "attention.head_count_kv": "layer_types",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "rope.scaling.finetuned": "is_rotated",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.inner_size": "mamba_d_ssm",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.time_step_rank": "mamba_n_heads",
+}
+GGUF_FLAGS = {"mamba_proj_bias": "mamba.in_proj.bias", "mamba_conv_bias": "mamba.conv1d.bias"}
 SIZES = {  # as in mamba2.py
     "num_heads": ("mamba_n_heads", 128),
     "head_dim": ("mamba_d_head", 64),
@@ -34,6 +55,7 @@ SIZES = {  # as in mamba2.py
     "expand": ("mamba_expand", 2),
 }
 KINDS = {"mamba": STATE, "linear_attention": STATE, "attention": None, "full_attention": None}
+MAX_POSITIONS = 2**17  # of Granite 4; llama.cpp's converter writes 2^20 for all models
 NAMES = {  # in checkpoints: here
     r"\.shared_mlp\.input_linear\.": ".mlp.gate_up_proj.",
     r"\.shared_mlp\.output_linear\.": ".mlp.down_proj.",
@@ -73,6 +95,18 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     return (STATE,) * num_layers
 
 
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that GGUF files have in another form."""
+    return {
+        "max_position_embeddings": min(config["max_position_embeddings"], MAX_POSITIONS),
+        "mamba_d_head": None,
+        "mamba_expand": config.get("mamba_d_ssm", 0) // config["hidden_size"],
+        "num_local_experts": config.get("num_local_experts", 0),
+        "position_embedding_type": "rope" if config.get("is_rotated", True) else "nope",
+        "shared_intermediate_size": config.get("shared_intermediate_size", config["intermediate_size"]),
+    }
+
+
 def rename(name: str, config: ModelConfig) -> str:
     """The name of a checkpoint's tensor in this model."""
     for there, here in NAMES.items():
@@ -88,11 +122,12 @@ def make_layer(config: ModelConfig, index: int) -> nn.Module:
 
 
 class SharedMLP(MLP):
-    """A feed-forward layer whose gate and up are one matrix of checkpoints. The output of a mixture may be added."""
+    """A feed-forward layer whose gate and up are one matrix of safetensors files. A mixture's output may be added."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config.hidden_size, config.intermediate_size, activation=config.activation)
-        self.gate_up_proj = Linear(config.hidden_size, self.gate_up_proj.out_features)
+        if not config.from_gguf:
+            self.gate_up_proj = Linear(config.hidden_size, self.gate_up_proj.out_features)
         self.mixture = None if config.experts is None else MixtureOfExperts(config.hidden_size, config.experts)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,11 +15,20 @@ from nanopage.config.rope import UNROTATED
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import make_norm
 from nanopage.recurrent.mamba2 import Mamba2Mixer, read_mixer
+from nanopage.recurrent.states import GGUF_MIXER
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Mamba2ForCausalLM",)
-GGUF_ARCHITECTURE = ""  # such files are not supported
-GGUF_TENSORS: dict[str, str] = {}
+GGUF_ARCHITECTURE = "mamba2"
+GGUF_TENSORS = {"attn_norm": "norm"} | {there: f"mixer.{here}" for there, here in GGUF_MIXER.items()}
+GGUF_FIELDS = {
+    "ssm.conv_kernel": "conv_kernel",
+    "ssm.group_count": "n_groups",
+    "ssm.inner_size": "mamba_d_ssm",
+    "ssm.state_size": "state_size",
+    "ssm.time_step_rank": "num_heads",
+}
+GGUF_FLAGS = {"use_bias": "mixer.in_proj.bias", "use_conv_bias": "mixer.conv1d.bias"}
 SIZES = {  # names in config.json, and defaults
     "num_heads": ("num_heads", 128),
     "head_dim": ("head_dim", 64),
@@ -54,6 +63,14 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "residual_in_float32": fields.flag("residual_in_fp32", True),
         "undivided": "its mixers are not divided",
     }
+
+
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that GGUF files have under other names."""
+    expand = config.get("mamba_d_ssm", 0) // config["hidden_size"]
+    length = min(config["max_position_embeddings"], MAX_POSITIONS)  # the converter writes 2^20 for all models
+    names = {"expand": expand, "layer_norm_epsilon": config["rms_norm_eps"], "max_position_embeddings": length}
+    return names | {"head_dim": None}
 
 
 def rename(name: str, config: ModelConfig) -> str:

@@ -21,6 +21,7 @@ GGUF_TENSORS = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+GGUF_NORMALIZED = False
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:

@@ -10,19 +10,40 @@ from torch import Tensor, nn
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_experts
+from nanopage.families import qwen2_moe, qwen3
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.files.model_files import shown
 from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
 from nanopage.reading.rope import read_rope
-from nanopage.recurrent.gated_delta_net import GatedDeltaNet, InterleavedDeltaNet
-from nanopage.recurrent.states import MixerLayer
+from nanopage.recurrent.gated_delta_net import GatedDeltaNet, InterleavedDeltaNet, PartlyInterleavedDeltaNet
+from nanopage.recurrent.states import GGUF_MIXER, MixerLayer
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
-GGUF_ARCHITECTURE = ""
-GGUF_TENSORS: dict[str, str] = {}
+GGUF_ARCHITECTURE = "qwen3next"
+GGUF_TENSORS = (
+    qwen2_moe.GGUF_TENSORS
+    | qwen3.GGUF_TENSORS
+    | {there: f"linear_attn.{here}" for there, here in GGUF_MIXER.items()}
+    | {
+        "attn_gate": "linear_attn.in_proj_z",
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "post_attention_norm": "post_attention_layernorm",
+        "ssm_ba": "linear_attn.in_proj_ba",
+    }
+)
+GGUF_NORM_OFFSET = 1.0
+GGUF_PARTIAL_ROPE = True
+GGUF_FIELDS = {
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.inner_size": "mamba_d_ssm",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -68,13 +89,18 @@ def read_layers(fields: Fields, num_kv_heads: int) -> dict[str, Any]:
     }
 
 
+def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+    """Fields of config.json that GGUF files have in another form."""
+    return {"linear_value_head_dim": config.get("mamba_d_ssm", 0) // config.get("linear_num_value_heads", 1)}
+
+
 def rename(name: str, config: ModelConfig) -> str | None:
     """The name of a checkpoint's tensor in this model. None: it is not used."""
     return None if re.match(r"(model\.)?mtp\.", name) else name
 
 
 def make_layer(config: ModelConfig, index: int) -> nn.Module:
-    return make_mixer_layer(config, index, InterleavedDeltaNet)
+    return make_mixer_layer(config, index, PartlyInterleavedDeltaNet if config.from_gguf else InterleavedDeltaNet)
 
 
 def make_mixer_layer(config: ModelConfig, index: int, delta_net: type[GatedDeltaNet]) -> nn.Module:

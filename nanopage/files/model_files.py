@@ -6,7 +6,7 @@ import os
 import re
 import reprlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,12 @@ def shown(value: object) -> str:
         return short.repr(value)
     except ValueError:  # an integer of more digits than Python prints
         return type(value).__name__
+
+
+def listed(names: Collection[str], most: int = 8) -> str:
+    """The first names, for an error message, and how many others there are."""
+    others = f" and {len(names) - most} others" if len(names) > most else ""
+    return ", ".join([*names][:most]) + others
 
 
 def _constant(name: str) -> float:

@@ -1,7 +1,8 @@
 """A .gguf file read as if it were a Hugging Face directory: config, tokenizer and tensors under their usual names.
 
 gguf_reader.py reads the file and the `gguf` package dequantizes. This module undoes llama.cpp's conversion: its names,
-its reordering of q and k rows in some architectures, and its flat list of vocabulary and merges.
+its reordering of q and k rows in some architectures, what it computes of some vectors, and its flat list of vocabulary
+and merges. Families know what else differs, by `ModelConfig.from_gguf`.
 """
 
 import json
@@ -22,7 +23,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from nanopage.checks.fields import MAX_SIZES, RANGES
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
-from nanopage.files.model_files import rust_errors, shown
+from nanopage.files.model_files import listed, rust_errors, shown
 from nanopage.files.safetensors_checkpoint import MAX_MATRICES
 from nanopage.quantization.gguf_reader import TensorInfo, read_header, read_rows
 from nanopage.reading.config import config_from_dict
@@ -44,6 +45,8 @@ LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 
+NONE = {"sliding_window": None, "first_k_dense_replace": 0}  # sizes that may be 0: what config.json then has
+FLAGS = {"attention_bias": "self_attn.q_proj.bias"}  # in config.json: a tensor that files have if it is true
 YARN_FIELDS = {  # last parts of keys of files with yarn -> names in config.json
     "attn_factor": "attention_factor",  # in the first files of OLMo 3
     "yarn_attn_factor": "attention_factor",
@@ -51,6 +54,7 @@ YARN_FIELDS = {  # last parts of keys of files with yarn -> names in config.json
     "yarn_beta_slow": "beta_slow",
 }
 
+SOFTMAX, SIGMOID = 1, 2  # expert_gating_func; 0: the default of the architecture
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)  # tokenizer.ggml.token_type
 MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limit is 16 unless a trainer raises it
 PIECE_ELEMENTS = 2**17  # dequantized at once: few enough for a core's cache, which makes it twice as fast
@@ -85,13 +89,19 @@ class GGUFCheckpoint:
         names = [f"{self.architecture} with {feature}" for feature, has in features if has]
         family = next((name for name in names if name in families), self.architecture)
         if family not in families:
-            problem = f"GGUF architecture {shown(self.architecture)} is not supported; supported: {', '.join(families)}"
-            raise ValueError(f"{path}: {problem}; {INSTEAD}")
+            problem = f"GGUF architecture {shown(self.architecture):.80} is not supported"
+            raise ValueError(f"{path}: {problem}; supported: {listed(families)}; {INSTEAD}")
         self.family = families[family]
         num_files = self._field("split.count", int, "an integer", 1)
         if num_files != 1:
             raise self._error("split.count", f"is {num_files}: merge them with llama.cpp's 'llama-gguf-split --merge'")
-        tensors = dict(header.tensors)
+        # Layers after the last one predict further tokens. They are not used.
+        num_others = self._field("{arch}.nextn_predict_layers", int, "an integer", 0)
+        self.num_layers = self._size("{arch}.block_count", "num_hidden_layers") - num_others
+        if num_others < 0 or self.num_layers < 1:
+            raise self._error("{arch}.nextn_predict_layers", f"is {num_others}, with {self.num_layers} other layers")
+        others = tuple(f"blk.{self.num_layers + index}." for index in range(num_others))
+        tensors = {name: tensor for name, tensor in header.tensors.items() if not name.startswith(others)}
         self._rope_freqs = tensors.pop("rope_freqs.weight", None)  # in config()
         self._rope_factors = {kind: tensors.pop(f"rope_factors_{kind}.weight", None) for kind in ("short", "long")}
         self.weights: dict[str, TensorInfo] = {}
@@ -104,53 +114,63 @@ class GGUFCheckpoint:
 
     def model_config(self) -> ModelConfig:
         """Raises: ValueError as config_from_dict, naming the file."""
-        return config_from_dict(self.config(), str(self.path), INSTEAD)
+        return replace(config_from_dict(self.config(), str(self.path), INSTEAD), from_gguf=True)
 
     def config(self) -> dict[str, Any]:
         """The file's hyperparameters as the contents of a config.json."""
-        num_heads = self._size("{arch}.attention.head_count", "num_attention_heads")
+        # llama.cpp writes 0 for the sizes of attention and of feed-forward layers that a model does not have.
+        has_attention = self._has("self_attn.o_proj.weight")
+        num_heads = self._size("{arch}.attention.head_count", "num_attention_heads") if has_attention else 1
+        of_expert = self._size("{arch}.expert_feed_forward_length", "moe_intermediate_size", None)
+        default = of_expert or (_REQUIRED if has_attention else 1)  # models may have experts in all layers
+        inner = self._size("{arch}.feed_forward_length", "intermediate_size", default) if has_attention else 1
         config: dict[str, Any] = {
             "architectures": [self.family.ARCHITECTURES[0]],
             "model_type": self.architecture,
             "vocab_size": len(self.tokens),
             "hidden_size": self._size("{arch}.embedding_length", "hidden_size"),
-            "intermediate_size": self._size("{arch}.feed_forward_length", "intermediate_size"),
-            "num_hidden_layers": self._size("{arch}.block_count", "num_hidden_layers"),
+            "intermediate_size": inner,
+            "num_hidden_layers": self.num_layers,
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._num_kv_heads(num_heads),
             "max_position_embeddings": self._size("{arch}.context_length", "max_position_embeddings"),
             "rms_norm_eps": self._number("{arch}.attention.layer_norm_rms_epsilon", "rms_norm_eps"),
             "hidden_act": "silu",
             "tie_word_embeddings": "lm_head.weight" not in self.weights,
-            "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self.weights,
             "dtype": "bfloat16",
             "rope_theta": self._number("{arch}.rope.freq_base", "rope_theta", 10000.0),
         }
+        config |= {flag: self._has(tensor) for flag, tensor in (FLAGS | self._option("GGUF_FLAGS", {})).items()}
         if self.has_experts:
-            config |= self._experts(config["intermediate_size"])
-        if self._key(sections := "{arch}.rope.dimension_sections") in self.fields:  # of models that see images
+            config |= self._experts(inner)
+        sections = "{arch}.rope.dimension_sections"  # of models that see images
+        if self._key(sections) in self.fields and not self._option("GGUF_SECTIONS", False):
             raise self._unsupported(sections)
         default = config["hidden_size"] // num_heads
         rotated = self._size("{arch}.rope.dimension_count", "head_dim", None)
         partial = self._option("GGUF_PARTIAL_ROPE", False)
         head_dim = self._size("{arch}.attention.key_length", "head_dim", None if partial else rotated) or default
         config["head_dim"] = head_dim
-        if rotated not in (None, head_dim):
-            if not partial or rotated > head_dim:
-                raise self._unsupported("{arch}.rope.dimension_count")
-            config["partial_rotary_factor"] = math.nextafter(rotated / head_dim, 1)  # the product must not round down
+        if rotated is not None and partial and rotated <= head_dim:
+            config["partial_rotary_factor"] = min(1.0, math.nextafter(rotated / head_dim, 1))  # must not round down
+        elif rotated not in (None, head_dim):
+            raise self._unsupported("{arch}.rope.dimension_count")
         if scaling := self._rope_scaling(head_dim, config["rope_theta"]):
             config["rope_scaling"] = scaling
         for suffix, name in self._option("GGUF_FIELDS", {}).items():
             key = f"{{arch}}.{suffix}"
-            if name == "sliding_window" and self._field(key, int, "an integer", None) == 0:
-                config[name] = None
-            elif self._key(key) not in self.fields:
+            if self._key(key) not in self.fields:
                 continue
-            elif name == "layer_types":
+            if name == "layer_types":
                 config[name] = self._layer_types(key)
+            elif name in RANGES:
+                config[name] = self._number(key, name)
+            elif name not in MAX_SIZES:
+                config[name] = self._flag(key, False)
+            elif name in NONE and self._field(key, int, "an integer", None) == 0:
+                config[name] = NONE[name]
             else:
-                config[name] = self._size(key, name) if name in MAX_SIZES else self._number(key, name)
+                config[name] = self._size(key, name)
         if (complete := self._option("complete_gguf", None)) is not None:
             config |= complete(config)
         if (bos := self._token_id("bos")) is not None:
@@ -186,7 +206,7 @@ class GGUFCheckpoint:
         """The layers' types, from a field that says for each layer whether it has a window, or how many heads of K."""
         if key.endswith("head_count_kv"):
             heads = self._field(key, np.ndarray, "an array of numbers", _REQUIRED)
-            return ["full_attention" if count else "conv" for count in heads]
+            return ["full_attention" if count else self._option("GGUF_MIXER_KIND", "conv") for count in heads]
         windows = self._field(key, np.ndarray, "an array of true and false", _REQUIRED)
         if windows.dtype != bool:
             raise self._error(key, f"must be an array of true and false, got {shown(windows)}")
@@ -194,9 +214,13 @@ class GGUFCheckpoint:
 
     def _experts(self, intermediate_size: int) -> dict[str, Any]:
         """The fields of a model with experts, under every name that a family has for them."""
-        for name in ("weights_scale", "gating_func", "group_count"):  # fields of other families; these families have 1
-            if self._field(f"{{arch}}.expert_{name}", (int, float), "a number", 1) not in (0, 1):
-                raise self._unsupported(f"{{arch}}.expert_{name}")
+        gating = self._field("{arch}.expert_gating_func", int, "an integer", None)
+        if gating not in (None, *self._option("GGUF_GATINGS", (0, SOFTMAX))):
+            raise self._unsupported("{arch}.expert_gating_func")
+        for name in ("expert_weights_scale", "expert_group_count"):  # of some families only; others have 1
+            number = self._field(f"{{arch}}.{name}", (int, float), "a number", 1)
+            if number not in (0, 1) and name not in self._option("GGUF_FIELDS", {}):
+                raise self._unsupported(f"{{arch}}.{name}")
         num_experts = self._size("{arch}.expert_count", "num_experts")
         num_chosen = self._size("{arch}.expert_used_count", "num_experts_per_tok")
         size = max(1, intermediate_size // num_chosen)  # as in llama.cpp, because the first files lack the field
@@ -204,11 +228,13 @@ class GGUFCheckpoint:
         return {
             "num_experts": num_experts,
             "num_local_experts": num_experts,
+            "n_routed_experts": num_experts,
+            "scoring_func": "sigmoid" if gating == SIGMOID else "softmax",
             "num_experts_per_tok": num_chosen,
             "moe_intermediate_size": self._size("{arch}.expert_feed_forward_length", "moe_intermediate_size", size),
             shared_size: self._size("{arch}.expert_shared_feed_forward_length", shared_size, intermediate_size),
-            # llama.cpp decides this by the architecture.
-            "norm_topk_prob": self._flag("{arch}.expert_weights_norm", self.architecture != "qwen2moe"),
+            # llama.cpp decides this by the architecture, if files do not say.
+            "norm_topk_prob": self._flag("{arch}.expert_weights_norm", self._option("GGUF_NORMALIZED", True)),
         }
 
     def pieces(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, int, np.ndarray]]:
@@ -223,11 +249,15 @@ class GGUFCheckpoint:
             num_heads = self._num_reordered_heads(name)
             # Rows are reordered within a head, so a piece has whole heads.
             unit = num_rows // num_heads if num_heads else 1
-            offset = self._option("GGUF_NORM_OFFSET", 0.0) if name.endswith("norm.weight") else 0.0
+            is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+            offset = self._option("GGUF_NORM_OFFSET", 0.0) if is_offset else 0.0
             step = unit * max(1, PIECE_ELEMENTS // (unit * prod(row))) if row else num_rows
             for start in range(0, num_rows, step):
                 piece = self._dequantize(tensor, start, min(start + step, num_rows))
                 piece = piece - np.float32(offset) if offset else piece
+                if name.endswith(".A_log"):  # stored as -exp(A_log)
+                    with np.errstate(all="ignore"):  # as in _dequantize
+                        piece = np.log(-piece)
                 yield name, start, _unpermute(piece, len(piece) // unit) if num_heads else piece
 
     def stored_rows(self, name: str) -> np.ndarray:
@@ -247,7 +277,7 @@ class GGUFCheckpoint:
             return 0
         num_heads = self._size("{arch}.attention.head_count", "num_attention_heads")
         if part == "k_proj":
-            num_heads = self._size("{arch}.attention.head_count_kv", "num_key_value_heads", num_heads)
+            num_heads = self._num_kv_heads(num_heads)
         tensor = self.weights[name]
         if tensor.shape[0] % (2 * num_heads):
             raise ValueError(
@@ -407,15 +437,11 @@ class GGUFCheckpoint:
     def _named(self, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
         """A tensor by its name in transformers, or the matrices of all experts that are stacked in it."""
         name = self._name(tensor.name)
-        # llama.cpp drops dimensions of 1.
-        if name.endswith("mlp.shared_expert_gate.weight") and len(tensor.shape) == 1:
-            tensor = replace(tensor, shape=(1, *tensor.shape))
-        if name.endswith("conv.conv.weight") and len(tensor.shape) == 2:
-            tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+        tensor = replace(tensor, shape=_original_shape(name, tensor.shape))
         if "{}" not in name:
             yield name, tensor
             return
-        if len(tensor.shape) != 3 or tensor.shape[0] > MAX_SIZES["num_experts"]:
+        if len(tensor.shape) != (3 if name.endswith(".weight") else 2) or tensor.shape[0] > MAX_SIZES["num_experts"]:
             raise ValueError(f"{self.path}: {shown(tensor.name)} is {list(tensor.shape)}, not the matrices of experts")
         num_experts, *shape = tensor.shape
         size = tensor.num_bytes // num_experts
@@ -424,14 +450,19 @@ class GGUFCheckpoint:
             yield name.format(expert), replace(tensor, shape=tuple(shape), offset=offset, num_bytes=size)
 
     def _name(self, name: str) -> str:
-        stem, _, kind = name.rpartition(".")
-        if found := TENSORS.get(stem) or self.family.GGUF_TENSORS.get(stem):
-            return f"{found}.{kind}"
-        if match := re.fullmatch(r"blk\.(0|[1-9][0-9]*)\.([\w.]+)", stem):
-            layer, part = match.groups()
-            if found := (LAYER_TENSORS | self.family.GGUF_TENSORS).get(part):
-                return f"model.layers.{layer}.{found}.{kind}"
-        raise ValueError(f"{self.path}: tensor {shown(name)} is not one of a {self.architecture} model")
+        match = re.fullmatch(r"blk\.(0|[1-9][0-9]*)\.([\w.]+)", name)
+        place, part = (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
+        names = (LAYER_TENSORS if match else TENSORS) | self.family.GGUF_TENSORS
+        stem, _, kind = part.rpartition(".")
+        if part in names:  # neither a weight nor a bias in transformers
+            return place + names[part]
+        if stem in names:
+            return f"{place}{names[stem]}.{kind}"
+        raise ValueError(f"{self.path}: tensor {shown(name)} is not one of a {self.architecture} model; {INSTEAD}")
+
+    def _has(self, tensor: str) -> bool:
+        """Whether a layer has a tensor with this name in transformers."""
+        return any(name.endswith(f".{tensor}") for name in self.weights)
 
     def _check_kind(self, kind: gguf.GGMLQuantizationType) -> None:
         """Refuse a kind of tensor that the gguf package cannot dequantize, before anything large is read."""
@@ -445,8 +476,9 @@ class GGUFCheckpoint:
 
     def _dequantize(self, tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
         """Rows `start` to `stop` of a tensor, or all of a vector, in float32."""
-        vector = len(tensor.shape) == 1
-        data = read_rows(self.path, tensor, *((0, 1) if vector else (start, stop)), self._state)
+        each = prod(tensor.shape[1:-1])  # rows of the last dimension
+        places = (0, 1) if len(tensor.shape) == 1 else (start * each, stop * each)
+        data = read_rows(self.path, tensor, *places, self._state)
         with np.errstate(all="ignore"):  # the loader reports values that are not finite
             # Pass one row, because the package splits many rows into groups, which is slower.
             values = gguf.dequantize(data.reshape(1, -1), tensor.kind)
@@ -575,6 +607,15 @@ class GGUFCheckpoint:
             tokenizer.normalizer = spaces
         tokenizer.decoder = decoders.Sequence(decoding)
         return tokenizer
+
+
+def _original_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor in transformers. llama.cpp drops and adds dimensions of 1, and divides norms by groups."""
+    if name.endswith("mlp.shared_expert_gate.weight") and len(shape) == 1:
+        return 1, *shape
+    if name.endswith(("conv.conv.weight", "conv1d.weight")) and len(shape) == 2:
+        return shape[0], 1, shape[1]
+    return (prod(shape),) if name.endswith((".A_log", ".D", ".norm.weight")) else shape
 
 
 def _is_end(token: str) -> bool:

@@ -15,7 +15,7 @@ from nanopage.checks.fields import Fields, read_dtype
 from nanopage.checks.pooling import PoolingConfig, read_classifier
 from nanopage.checks.stored_quantization import read_stored_quantization
 from nanopage.config.model import ModelConfig
-from nanopage.files.model_files import exists, read_json, shown
+from nanopage.files.model_files import exists, listed, read_json, shown
 from nanopage.models import find_family, load_families
 from nanopage.reading.rope import check_rope, read_rope
 
@@ -107,7 +107,7 @@ def _find_family(fields: Fields) -> tuple[str, str, ModuleType]:
     if (found := _search(names or [])) is not None:
         return found
     families = {re.sub("(For|Model).*", "", name): None for family in load_families() for name in family.ARCHITECTURES}
-    raise replace(fields, instead=OTHERS).unsupported("architectures", f"{shown(names):.80}", families)
+    raise replace(fields, instead=OTHERS).unsupported("architectures", f"{shown(names):.80}", [listed(families)])
 
 
 def _search(names: Iterable[str]) -> tuple[str, str, ModuleType] | None:

@@ -24,7 +24,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         (channels, past), (self.heads, self.key_dim, self.value_dim) = config.state
         self.index, self.shapes, hidden_size = index, config.state, config.hidden_size
-        self.v_size = self.heads * self.value_dim
+        self.v_size, self.is_tiled = self.heads * self.value_dim, config.from_gguf
         self.qk_size = (channels - self.v_size) // 2
         self.key_heads = self.qk_size // self.key_dim
         self.in_proj = Linear(hidden_size, self.parts(channels))
@@ -63,7 +63,9 @@ class GatedDeltaNet(nn.Module):
         """The vectors of each key head, [T, qk_size], divided by their norms, for every head: [T, heads, key_dim]."""
         x = x.unflatten(-1, (-1, self.key_dim))
         x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
-        return x.repeat_interleave(self.heads // self.key_heads, dim=1)
+        times = self.heads // self.key_heads
+        # In GGUF files, the heads that share a key head are not adjacent.
+        return x.repeat(1, times, 1) if self.is_tiled else x.repeat_interleave(times, dim=1)
 
 
 class InterleavedDeltaNet(GatedDeltaNet):
@@ -77,5 +79,23 @@ class InterleavedDeltaNet(GatedDeltaNet):
         v_size = self.v_size // self.key_heads
         parts = qkvz.unflatten(-1, (self.key_heads, -1)).split([self.key_dim, self.key_dim, v_size, v_size], dim=-1)
         q, k, v, z = (part.flatten(1) for part in parts)
+        return torch.cat((q, k, v), dim=-1), z, *self.b_and_a(ba)
+
+    def b_and_a(self, ba: Tensor) -> tuple[Tensor, Tensor]:
         b, a = (part.flatten(1) for part in ba.unflatten(-1, (self.key_heads, -1)).chunk(2, dim=-1))
-        return torch.cat((q, k, v), dim=-1), z, b, a
+        return b, a
+
+
+class PartlyInterleavedDeltaNet(InterleavedDeltaNet):
+    """Only b and a are ordered by key heads, as in GGUF files. The heads that share a key head are adjacent."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index)
+        self.is_tiled = False
+
+    def parts(self, channels: int) -> dict[str, int]:
+        return {"in_proj_qkv": channels, "in_proj_z": self.v_size, "in_proj_ba": 2 * self.heads}
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        qkv, z, ba = self.in_proj(x).split([*self.in_proj.parts.values()], dim=-1)
+        return qkv, z, *self.b_and_a(ba)

@@ -21,6 +21,16 @@ from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import make_norm
 from nanopage.state.pages import movable
 
+GGUF_MIXER = {  # tensors of mixers in GGUF files: in checkpoints
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_conv1d": "conv1d",
+    "ssm_in": "in_proj",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+
 
 class MixerLayer(nn.Module):
     """A decoder layer with something in place of attention that keeps a state.

@@ -27,7 +27,6 @@ from nanopage.distributed.part import WHOLE, Part, Slice
 from nanopage.experts.moe import GroupedExperts, group_experts
 from nanopage.files.model_files import memory_errors, shown
 from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, safetensors_files, stored_tensors
-from nanopage.layers.linear import Linear
 from nanopage.layers.weight import Floats, own_parameters
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of, meta_model
@@ -213,7 +212,7 @@ def slots(model: Decoder) -> dict[str, Tensor]:
             if id(parameter) in seen:
                 continue  # tied
             seen.add(id(parameter))
-            if isinstance(module, Linear):
+            if hasattr(module, "slots"):
                 parent = path.rpartition(".")[0]
                 for part, view in module.slots(parameter.data).items():
                     views[f"{parent}.{part}.{kind}" if part else f"{path}.{kind}"] = view

@@ -32,8 +32,8 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
-    "Qwen3_5MoeForCausalLM": "qwen3_5",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
@@ -81,7 +81,7 @@ OTHER_SIZES = (
     "no_rope_layer_interval",
     "type_vocab_size",
     "num_labels",
-    *("conv_L_cache", "block_ff_dim", "block_multiple_of"),
+    *("mamba_d_ssm", "conv_L_cache", "block_ff_dim", "block_multiple_of"),
     *("n_routed_experts", "n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"),
     *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     *(name for family in (mamba2, granite_hybrid) for name, _ in family.SIZES.values()),  # tests/recurrent has them
@@ -493,12 +493,13 @@ def test_reading_does_not_change_the_dict():
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["Foo", "Bar"], [], None])
-def test_an_unknown_architecture_is_an_error_that_lists_the_supported_ones(architectures):
+def test_an_unknown_architecture_is_an_error_that_lists_some_of_the_supported_ones(architectures):
     with pytest.raises(ValueError, match="architecture") as error:
         config_from_dict(LLAMA | {"architectures": architectures})
-    for name in [*ARCHITECTURES, *(architectures or [])]:
-        assert name.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") in str(error.value)
-    assert str(error.value).endswith("; model_impl='auto' runs most other decoders") and len(str(error.value)) < 450
+    for name in ["Llama", "Mistral", *(architectures or [])]:
+        assert name in str(error.value)
+    assert str(error.value).endswith(" others; model_impl='auto' runs most other decoders")
+    assert len(str(error.value)) <= 250
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

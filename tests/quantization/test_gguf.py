@@ -1052,7 +1052,7 @@ class TestFilesThatDoNotFit:
         with pytest.raises(ValueError, match=match) as caught:
             self.read_all(file)
         first, *_ = str(caught.value).split("\n")  # tensors that do not fit follow
-        assert str(file) in first and len(first) < len(str(file)) + 300
+        assert str(file) in first and len(first) <= len(str(file)) + 250
 
     def read_all(self, file):
         config = loader.read_config(file)
@@ -1065,7 +1065,8 @@ class TestFilesThatDoNotFit:
     @pytest.mark.parametrize("arch", ["gemma", "clip"])
     def test_an_unknown_architecture(self, file, arch):
         write_gguf(file, model_for(SMOLLM), arch, SMOLLM)
-        self.refuse(file, rf"architecture '{arch}' is not supported; supported: llama, gemma2, gemma3.*; {INSTEAD}$")
+        problem = rf"architecture '{arch}' is not supported; supported: llama, deepseek2, .* and \d+ others; {INSTEAD}$"
+        self.refuse(file, problem)
 
     def test_heads_of_k_that_differ_between_layers(self, file):
         for heads in ([1, 2], [0.5, 0.0]):

@@ -1,0 +1,42 @@
+"""Qwen3.5 with experts (Qwen 2026): Qwen3.5 with a mixture of experts as in Qwen2-MoE in each layer."""
+
+from typing import Any
+
+from torch import nn
+
+from nanopage.checks.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.experts.config import read_experts
+from nanopage.families import qwen3_5
+from nanopage.families.qwen3_5 import (  # noqa: F401 (what is the same without experts)
+    GGUF_FIELDS,
+    GGUF_NORM_OFFSET,
+    GGUF_PARTIAL_ROPE,
+    GGUF_SECTIONS,
+    GGUF_TENSORS,
+    complete_gguf,
+    rename,
+    text_fields,
+)
+from nanopage.families.qwen3_next import read_layers
+
+ARCHITECTURES = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+GGUF_ARCHITECTURE = "qwen35moe"
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    return read_layers(fields, num_kv_heads=2) | {
+        "intermediate_size": fields.size("moe_intermediate_size", 512),  # no layer is without experts
+        "experts": read_experts(
+            fields,
+            num_experts=fields.size("num_experts", 256),
+            num_chosen=fields.size("num_experts_per_tok", 8),
+            intermediate_size=fields.size("moe_intermediate_size", 512),
+            shared_size=fields.size("shared_expert_intermediate_size", 512),
+        ),
+    }
+
+
+def make_layer(config: ModelConfig, index: int) -> nn.Module:
+    return qwen3_5.make_layer(config, index)
