@@ -60,6 +60,7 @@ MAX_PIECE = 256  # characters of a SentencePiece token; SentencePiece's own limi
 PIECE_ELEMENTS = 2**17  # dequantized at once: few enough for a core's cache, which makes it twice as fast
 
 LLAMA3 = ("llama-bpe", "lfm2")  # pre-tokenizers that split as Llama 3's
+NEOX = ("mpt", "olmo")  # those of GPT-NeoX's vocabulary, which Mamba-2 has: they split as GPT-2's
 INSTEAD = "the model's safetensors checkpoint may run"
 
 _REQUIRED: Any = object()  # the default of a field that must be present
@@ -544,7 +545,7 @@ class GGUFCheckpoint:
     def _byte_level_bpe(self) -> Tokenizer:
         from nanopage.text.tokenizer_bounds import SPLITS  # not for the processes that compile: they need no tokenizer
 
-        pre, known = self._string("tokenizer.ggml.pre"), ("gpt-2", "smollm", "refact", *SPLITS)
+        pre, known = self._string("tokenizer.ggml.pre"), ("gpt-2", *NEOX, "smollm", "refact", *SPLITS)
         if pre not in known:
             problem = f"pre-tokenizer {shown(pre)} is not supported; supported: {', '.join(known)}"
             raise ValueError(f"{self.path}: {problem}; {INSTEAD}")
@@ -558,13 +559,13 @@ class GGUFCheckpoint:
         with rust_errors(f"{self.path}: tokenizer.ggml.merges"):
             tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in (*LLAMA3, "tekken")))
         if pre in SPLITS:
-            split = pre_tokenizers.Split(Regex(SPLITS[pre]), behavior="isolated")
-            parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+            splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in SPLITS[pre]]
+            parts = [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         else:
             parts = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
             if pre in ("smollm", "refact"):
                 parts.insert(0, pre_tokenizers.Digits(individual_digits=True))
-        if pre == "qwen2":
+        if pre in ("qwen2", "qwen35", *NEOX):
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
         tokenizer.decoder = decoders.ByteLevel()

@@ -13,6 +13,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -57,22 +58,26 @@ _GPT_4O_SPLIT = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _TEKKEN_SPLIT = _GPT_4O_SPLIT.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}")
-SPLITS = {
-    **dict.fromkeys(("llama-bpe", "dbrx", "glm4", "lfm2"), _LLAMA3_SPLIT),
-    "qwen2": _QWEN2_SPLIT,
-    "gpt-4o": _GPT_4O_SPLIT,
-    "tekken": _TEKKEN_SPLIT,
-}
-
-# Regular expressions whose time is proportional to the length of any text: these, then those of Qwen 3.5, DeepSeek V3,
-# CLIP and converted SentencePiece models.
-LINEAR = {
-    *SPLITS.values(),
-    SPLITS["qwen2"].replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),
+_QWEN35_SPLIT = _QWEN2_SPLIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}\p{N}", r"\s\p{L}\p{M}\p{N}")
+_DEEPSEEK3_SPLITS = (
     r"\p{N}{1,3}",
     "[一-龥\u3040-ゟ゠-ヿ]+",
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+SPLITS: dict[str, tuple[str, ...]] = {  # one after the other
+    **dict.fromkeys(("llama-bpe", "dbrx", "glm4", "lfm2"), (_LLAMA3_SPLIT,)),
+    "qwen2": (_QWEN2_SPLIT,),
+    "qwen35": (_QWEN35_SPLIT,),
+    "gpt-4o": (_GPT_4O_SPLIT,),
+    "tekken": (_TEKKEN_SPLIT,),
+    "deepseek-v3": _DEEPSEEK3_SPLITS,
+}
+
+# Regular expressions whose time is proportional to the length of any text: these, then those of CLIP and converted
+# SentencePiece models.
+LINEAR = {
+    *chain(*SPLITS.values()),
     r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
     r"\s+",
     " {2,}",

@@ -168,6 +168,16 @@ LLAMA3_SPLIT = (
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK3_SPLITS = [
+    r"\p{N}{1,3}",
+    r"[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
 GPT_4O_SPLIT = "|".join(
     [
         r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
@@ -201,8 +211,14 @@ PRE_TOKENIZERS = {
     "lfm2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
     "gpt-4o": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(GPT_4O_SPLIT), "isolated"), BYTE_LEVEL]),
     "glm4": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_SPLIT), "isolated"), BYTE_LEVEL]),
+    "qwen35": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN35_SPLIT), "isolated"), BYTE_LEVEL]),
+    "olmo": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "deepseek-v3": pre_tokenizers.Sequence(
+        [*(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in DEEPSEEK3_SPLITS), BYTE_LEVEL]
+    ),
     "tekken": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(TEKKEN_SPLIT), "isolated"), BYTE_LEVEL]),
 }
+NORMALIZED = ("qwen2", "qwen35", "olmo")
 ADDED = [("<|endoftext|>", CONTROL), ("<|im_start|>", CONTROL), ("<|im_end|>", CONTROL), ("<think>", USER_DEFINED)]
 
 
@@ -210,7 +226,7 @@ def with_pipeline(tokenizer, pre):
     """Give a BPE its normalizer, pre-tokenizer and decoder."""
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
@@ -885,7 +901,7 @@ class TestTokenizer:
     def test_decoding_gives_the_text_back(self, tokenizers):
         vocabulary, ours = tokenizers
         for text in TEXTS + random_texts(100, seed=1):
-            if vocabulary.pre == "qwen2":
+            if vocabulary.pre in NORMALIZED:
                 text = vocabulary.original.normalizer.normalize_str(text)
             if vocabulary.model == "llama":
                 text = text.replace("▁", "_")  # SentencePiece can not tell it from a space
