@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from nanopage.files.model_files import shown
 from nanopage.files.safetensors_checkpoint import MAX_FUSED_EXPERTS
 
+GENERATE = "transformers' own generate() may run the model"
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")  # layers/mlp.py
 

@@ -13,6 +13,7 @@ from nanopage.files.model_files import shown
 
 # Values of the option `quantization` that only repeat config.json. "fp8" is not one: it rounds floats to fp8.
 STORED_QUANTIZATIONS = ("awq", "gptq", "mxfp4", "compressed-tensors", "modelopt")
+FLOATS = "the checkpoint that is not quantized runs, also with quantization='int8'"  # instead of one that is refused
 GROUP_SIZES = (32, 64, 128)  # inputs that share a scale, and sizes of a block
 NVFP4_GROUP = 16
 # What compressed-tensors calls a format: our name, its type and bits, and which weights may share a scale.

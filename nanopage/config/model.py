@@ -143,7 +143,7 @@ class ModelConfig:
     @property
     def state_size(self) -> int:
         """How many numbers `state` is."""
-        return sum(prod(shape) for shape in self.state)
+        return num_numbers(self.state)
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
         """The same for sequences of up to `max_model_len` tokens. None: for the model's own limit."""
@@ -151,3 +151,8 @@ class ModelConfig:
             return self
         other_rope = None if self.other_rope is None else self.other_rope.for_length(max_model_len)
         return replace(self, rope=self.rope.for_length(max_model_len), other_rope=other_rope)
+
+
+def num_numbers(shapes: tuple[tuple[int, ...], ...]) -> int:
+    """How many numbers tensors of these shapes have together."""
+    return sum(map(prod, shapes))

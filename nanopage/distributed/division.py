@@ -49,9 +49,8 @@ def _divide_experts(experts: ExpertsConfig, tp_size: int, expert_parallel: bool)
             "expert: enable_expert_parallel divides the number of experts instead"
         )
     if experts.shared_size % tp_size:
-        raise ValueError(
-            f"tensor_parallel_size={tp_size} does not divide shared_expert_intermediate_size={experts.shared_size}"
-        )
+        name = "shared_expert_intermediate_size" if experts.shared_gate else "n_shared_experts * moe_intermediate_size"
+        raise ValueError(f"tensor_parallel_size={tp_size} does not divide {name}={experts.shared_size}")
     size = experts.intermediate_size if expert_parallel else experts.intermediate_size // tp_size
     return replace(experts, intermediate_size=size, shared_size=experts.shared_size // tp_size)
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanopage.checks.fields import Fields
+from nanopage.checks.fields import GENERATE, Fields
+from nanopage.checks.stored_quantization import FLOATS
 from nanopage.config.model import LatentConfig, ModelConfig
 from nanopage.experts.config import read_grouped_experts
 from nanopage.experts.moe import Gate
@@ -34,6 +35,7 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "deepseek2"
 GGUF_TENSORS = qwen3_moe.GGUF_TENSORS | {
     "attn_k_b": "self_attn.k_b_proj",
@@ -72,7 +74,7 @@ EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py. The sizes of attention and of experts have no defaults."""
     is_v3 = architecture == "DeepseekV3ForCausalLM"
-    fields = Fields({"norm_topk_prob": is_v3} | fields.values, fields.source)
+    fields = replace(fields, values={"norm_topk_prob": is_v3} | fields.values)
     in_groups = _check(fields, is_v3)
     rope, rank, rotated = read_rope(fields), fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim")
     k_size, v_size = fields.size("qk_nope_head_dim"), fields.size("v_head_dim")
@@ -101,11 +103,12 @@ def _check(fields: Fields, is_v3: bool) -> bool:
         "moe_layer_freq": (1,),
         "mlp_bias": (False,),
         "num_key_value_heads": (fields.size("num_attention_heads"), None),
-        "quantization_config": (None,),
     }
     for name, choices in supported.items():
         if (value := fields.values.get(name, choices[0])) not in choices:
-            raise fields.error(name, f"{shown(value)} is not supported; supported: {', '.join(map(str, choices))}")
+            raise fields.unsupported(name, shown(value), choices)
+    if (quantization := fields.values.get("quantization_config")) is not None:
+        raise replace(fields, instead=FLOATS).unsupported("quantization_config", shown(quantization))
     return is_v3 or fields.values.get("topk_method") == "group_limited_greedy"
 
 

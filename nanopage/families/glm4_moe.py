@@ -2,6 +2,7 @@
 DeepSeek-V3. The first layers have a plain feed-forward layer. The layer after the last one, which predicts a further
 token (num_nextn_predict_layers), is left out."""
 
+from dataclasses import replace
 from typing import Any
 
 from nanopage.checks.fields import Fields
@@ -41,7 +42,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "head_norms": fields.flag("use_qk_norm"),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
         "rope": read_half_rope(fields),
-        "experts": read_grouped_experts(Fields(DEFAULTS | fields.values, fields.source), corrected=True),
+        "experts": read_grouped_experts(replace(fields, values=DEFAULTS | fields.values), corrected=True),
     }
 
 

@@ -4,7 +4,7 @@ mixture of experts."""
 from dataclasses import replace
 from typing import Any
 
-from nanopage.checks.fields import Fields
+from nanopage.checks.fields import GENERATE, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.families import deepseek
 from nanopage.families.deepseek import rename  # noqa: F401 (of tensors)
@@ -12,6 +12,7 @@ from nanopage.files.model_files import shown
 from nanopage.models.decoder import DecoderLayer
 
 ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = ""  # files have the architecture of DeepSeek
 GGUF_TENSORS: dict[str, str] = {}
 
@@ -22,10 +23,10 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     kinds = fields.values.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
     known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
     if not known or len(kinds) != num_layers:
-        raise fields.error("mlp_layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
+        raise fields.unsupported("mlp_layer_types", f"{shown(kinds)} of {num_layers} layers")
     if first != 1:  # transformers reads mlp_layer_types only
-        raise fields.error("first_k_dense_replace", f"{shown(first)} is not supported; supported: 1")
-    fields = Fields(fields.values | {"first_k_dense_replace": first}, fields.source)
+        raise fields.unsupported("first_k_dense_replace", shown(first), [1])
+    fields = replace(fields, values=fields.values | {"first_k_dense_replace": first})
     special = deepseek.read_config(fields, "DeepseekV3ForCausalLM")
     experts = replace(special["experts"], layers=tuple(kind == "sparse" for kind in kinds))
     return special | {"experts": experts, "rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}

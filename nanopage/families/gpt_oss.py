@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopage.checks.fields import Fields, read_dtype
+from nanopage.checks.fields import GENERATE, Fields, read_dtype
 from nanopage.config.model import ModelConfig
 from nanopage.experts.activation import clamped_swiglu
 from nanopage.experts.config import read_experts
@@ -25,6 +25,7 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("GptOssForCausalLM",)
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "gpt-oss"
 GGUF_TENSORS = qwen3_moe.GGUF_TENSORS | {
     "attn_sinks.weight": "self_attn.sinks",

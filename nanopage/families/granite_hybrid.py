@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanopage.checks.fields import Fields
+from nanopage.checks.fields import GENERATE, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import UNROTATED
 from nanopage.experts.config import read_experts
@@ -23,6 +23,7 @@ from nanopage.recurrent.states import GGUF_MIXER, MixerLayer
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "granitehybrid"
 GGUF_TENSORS = {
     "ffn_gate_inp": "mlp.mixture.gate",
@@ -69,7 +70,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     windows = _windows(fields, fields.size("num_hidden_layers"))
     position = fields.values.get("position_embedding_type")
     if position not in (None, "nope", "rope"):
-        raise fields.error("position_embedding_type", f"{shown(position)} is not supported; supported: nope, rope")
+        raise fields.unsupported("position_embedding_type", shown(position), ["nope", "rope"])
     special = granite.read_config(fields, architecture) | {
         "intermediate_size": fields.size("shared_intermediate_size", 1024),
         "rope": read_rope(fields) if position == "rope" else UNROTATED,
@@ -90,7 +91,7 @@ def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     for name in ("layer_types", "layers_block_type"):
         if (kinds := fields.values.get(name)) is not None:
             if not isinstance(kinds, list) or len(kinds) != num_layers or not all(str(kind) in KINDS for kind in kinds):
-                raise fields.error(name, f"{shown(kinds)} is not supported for {num_layers} layers")
+                raise fields.unsupported(name, f"{shown(kinds)} of {num_layers} layers")
             return tuple(KINDS[kind] for kind in kinds)
     return (STATE,) * num_layers
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanopage.checks.fields import Fields
+from nanopage.checks.fields import GENERATE, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.families.qwen3 import GGUF_TENSORS as GGUF_NORMS
 from nanopage.families.qwen3 import Qwen3Attention
@@ -19,6 +19,7 @@ from nanopage.recurrent.states import MixerLayer, causal_conv, read_state, write
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Lfm2ForCausalLM",)
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "lfm2"
 GGUF_TENSORS = GGUF_NORMS | {
     "token_embd_norm": "model.norm",

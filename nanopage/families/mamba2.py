@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanopage.checks.fields import Fields
-from nanopage.config.model import ModelConfig
+from nanopage.checks.fields import GENERATE, Fields
+from nanopage.config.model import ModelConfig, num_numbers
 from nanopage.config.rope import UNROTATED
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import make_norm
@@ -19,6 +19,7 @@ from nanopage.recurrent.states import GGUF_MIXER
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Mamba2ForCausalLM",)
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "mamba2"
 GGUF_TENSORS = {"attn_norm": "norm"} | {there: f"mixer.{here}" for there, here in GGUF_MIXER.items()}
 GGUF_FIELDS = {
@@ -48,7 +49,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py. config.json may have a limit of its own, `max_position_embeddings`."""
     num_layers = fields.size("num_hidden_layers")
     mixer = read_mixer(fields, SIZES, fields.flag("use_bias"), fields.flag("use_conv_bias", True))
-    num_heads = -(-mixer.num_numbers // (2 * BLOCK * HEAD_DIM))
+    num_heads = -(-num_numbers(mixer.state) // (2 * BLOCK * HEAD_DIM))
     return {
         "num_heads": num_heads,
         "num_kv_heads": num_heads,

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from nanopage.checks.fields import Fields
+from nanopage.checks.fields import GENERATE, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.families import qwen3_next
 from nanopage.families.qwen3_next import complete_gguf, make_mixer_layer, read_layers  # noqa: F401
 from nanopage.recurrent.gated_delta_net import GatedDeltaNet
 
 ARCHITECTURES = ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "qwen35"
 GGUF_TENSORS = qwen3_next.GGUF_TENSORS | {
     "ssm_alpha": "linear_attn.in_proj_a",

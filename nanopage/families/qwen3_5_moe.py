@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from nanopage.checks.fields import Fields
+from nanopage.checks.fields import GENERATE, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_experts
 from nanopage.families import qwen3_5
@@ -21,6 +21,7 @@ from nanopage.families.qwen3_5 import (  # noqa: F401 (what is the same without 
 from nanopage.families.qwen3_next import read_layers
 
 ARCHITECTURES = ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration")
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "qwen35moe"
 
 

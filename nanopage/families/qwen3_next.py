@@ -2,12 +2,13 @@
 Experts as in Qwen2-MoE. The tensors that predict a token more, mtp.*, are left out."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanopage.checks.fields import Fields
+from nanopage.checks.fields import GENERATE, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_experts
 from nanopage.families import qwen2_moe, qwen3
@@ -22,6 +23,7 @@ from nanopage.recurrent.states import GGUF_MIXER, MixerLayer
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
+INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "qwen3next"
 GGUF_TENSORS = (
     qwen2_moe.GGUF_TENSORS
@@ -69,20 +71,21 @@ def read_layers(fields: Fields, num_kv_heads: int) -> dict[str, Any]:
         kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
     known = isinstance(kinds, list) and all(kind in ("full_attention", "linear_attention") for kind in kinds)
     if not known or len(kinds) != num_layers:
-        raise fields.error("layer_types", f"{shown(kinds)} is not supported for {num_layers} layers")
+        raise fields.unsupported("layer_types", f"{shown(kinds)} of {num_layers} layers")
     key_heads, key_dim = fields.size("linear_num_key_heads", 16), fields.size("linear_key_head_dim", 128)
     heads, value_dim = fields.size("linear_num_value_heads", 32), fields.size("linear_value_head_dim", 128)
     if heads % key_heads:
         raise fields.error("linear_num_value_heads", f"{heads} is not a multiple of linear_num_key_heads={key_heads}")
     if not fields.flag("attn_output_gate", True):
-        raise fields.error("attn_output_gate", "false is not supported")
+        raise fields.unsupported("attn_output_gate", "false")
     channels, past = 2 * key_heads * key_dim + heads * value_dim, fields.size("linear_conv_kernel_dim", 4) - 1
+    rotary = replace(fields, values={"partial_rotary_factor": 0.25} | fields.values)
     return {
         "num_kv_heads": fields.size("num_key_value_heads", num_kv_heads),
         "head_dim": fields.size("head_dim", 256),
         "attention_bias": fields.flag("attention_bias"),
         "norm_offset": 1.0,
-        "rope": read_rope(Fields({"partial_rotary_factor": 0.25} | fields.values, fields.source), partial=True),
+        "rope": read_rope(rotary, partial=True),
         "sliding_windows": tuple(STATE if kind == "linear_attention" else None for kind in kinds),
         "state": ((channels, past), (heads, key_dim, value_dim)),
         "undivided": "its linear attention is not divided",

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanopage.files.safetensors_checkpoint import StoredBytes, StoredTensor, opened, parts_of, read_into, stored_bytes
+from nanopage.quantization.layouts import E2M1
 
-MAGNITUDES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-NUMBERS = torch.tensor([*MAGNITUDES, *(-number for number in MAGNITUDES)], dtype=torch.bfloat16)
+NUMBERS = torch.tensor([*E2M1, *(-number for number in E2M1)], dtype=torch.bfloat16) / 2
 PAIRS = torch.stack((NUMBERS.repeat(16), NUMBERS.repeat_interleave(16)), 1)  # [256, 2], of each byte
 POWERS = torch.tensor([math.ldexp(1.0, exponent) for exponent in range(-127, 129)], dtype=torch.bfloat16)
 LARGEST = 252  # of the scales: 6 * 2 ** (LARGEST - 127) is finite in bfloat16

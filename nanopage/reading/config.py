@@ -13,7 +13,7 @@ from typing import Any
 
 from nanopage.checks.fields import Fields, read_dtype
 from nanopage.checks.pooling import PoolingConfig, read_classifier
-from nanopage.checks.stored_quantization import read_stored_quantization
+from nanopage.checks.stored_quantization import FLOATS, read_stored_quantization
 from nanopage.config.model import ModelConfig
 from nanopage.files.model_files import exists, listed, read_json, shown
 from nanopage.models import find_family, load_families
@@ -21,7 +21,6 @@ from nanopage.reading.rope import check_rope, read_rope
 
 # What runs instead of a model that is refused.
 OTHERS = "model_impl='auto' runs most other decoders"
-FLOATS = "the checkpoint that is not quantized runs, also with quantization='int8'"
 
 
 def config_from_directory(path: Path) -> ModelConfig:
@@ -67,7 +66,7 @@ def config_from_dict(config: dict, source: str = "config.json", instead: str | N
     if hasattr(family, "text_fields"):
         fields = family.text_fields(fields)
     if instead is None and name.endswith("ForCausalLM"):
-        instead = "model_impl='transformers' may run the model"
+        instead = getattr(family, "INSTEAD", "model_impl='transformers' may run the model")
     fields = replace(fields, instead=instead or "")
     special = _read_family(fields, architecture, family)
     pooling = None
@@ -84,7 +83,7 @@ def config_from_dict(config: dict, source: str = "config.json", instead: str | N
         stored = replace(fields.object("quantization_config"), source=f"{source}: quantization_config", instead=FLOATS)
         quantization = read_stored_quantization(stored)
         if quantization.method == "mxfp4" and not (special.get("experts") and special["experts"].swiglu):
-            raise stored.error("quant_method", f"'mxfp4' is not supported for {architecture}")
+            raise stored.unsupported("quant_method", f"'mxfp4' of {architecture}")
     vocab_size = fields.size("vocab_size")
     return ModelConfig(
         architecture=architecture,

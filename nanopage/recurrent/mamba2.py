@@ -8,7 +8,7 @@ ssd.py computes the third line. It keeps a matrix of each head, and the convolut
 """
 
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import torch
@@ -61,11 +61,6 @@ class Mamba2Config:
     def state(self) -> tuple[tuple[int, ...], ...]:
         """As `ModelConfig.state`."""
         return (self.channels, self.width - 1), (self.num_heads, self.head_dim, self.state_size)
-
-    @property
-    def num_numbers(self) -> int:
-        """As `ModelConfig.state_size`."""
-        return sum(map(prod, self.state))
 
 
 def read_mixer(fields: Fields, sizes: dict[str, tuple[str, int]], bias: bool, conv_bias: bool) -> Mamba2Config:

@@ -37,8 +37,6 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
     if (stored := model_config.quantization) is not None:
         in_tiles = stored.fits_tiles and model_config.dtype in ("bfloat16", "float16")
         quantized = stored.method != "mxfp4" and (setup.on_gpu or in_tiles)
-        if stored.method == "mxfp4":
-            logger.info(f"the MXFP4 weights of {name} become floats; bfloat16 holds them exactly")
     else:
         quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
     divided = config.tensor_parallel_size > 1

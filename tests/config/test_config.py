@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nanopage import EngineConfig
-from nanopage.checks.fields import MAX_SIZES, RANGES
+from nanopage.checks.fields import GENERATE, MAX_SIZES, RANGES
 from nanopage.checks.stored_quantization import StoredQuantization
 from nanopage.config.model import ExpertsConfig, ModelConfig
 from nanopage.config.rope import RopeConfig
@@ -781,6 +781,9 @@ def test_quantized_weights_that_are_not_supported_are_an_error_that_names_what(f
         (LLAMA | {"is_causal": False}, "model_impl='transformers' may run the model"),
         (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "the checkpoint that is not quantized runs, .*"),
         (LLAMA | {"quantization_config": GPTQ | {"lm_head": True}}, "the checkpoint that is not quantized runs, .*"),
+        (of_family("Lfm2ForCausalLM", hidden_act="mish"), re.escape(GENERATE)),
+        (of_family("Qwen3_5ForCausalLM", attn_output_gate=False), re.escape(GENERATE)),
+        (of_family("DeepseekV3ForCausalLM", topk_method="greedy"), re.escape(GENERATE)),
         (of_family("BertModel", position_embedding_type="relative_key"), "supported: absolute"),  # has no other module
     ],
 )
