@@ -79,7 +79,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     }
     if STATE in windows:
         mixer = read_mixer(fields, SIZES, fields.flag("mamba_proj_bias"), fields.flag("mamba_conv_bias", True))
-        special |= {"mixer": asdict(mixer), "state": mixer.state}
+        special |= {"mixer": asdict(mixer), "state": mixer.state, "undivided": "its mixers are not divided"}
     if fields.values.get("num_local_experts") != 0:
         num_experts, num_chosen = fields.size("num_local_experts", 8), fields.size("num_experts_per_tok", 2)
         experts = read_experts(fields, num_experts, num_chosen, fields.size("intermediate_size", 11008))
