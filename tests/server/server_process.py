@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from programs import ROOT, forked
+
 # Of engines in the process of a test.
 OPTIONS = {
     "dtype": "float64",
@@ -21,18 +22,17 @@ OPTIONS = {
 
 
 class ServerProcess:
-    """`nanopage serve` in a process of its own, on a free port of 127.0.0.1."""
+    """`nanopage serve` in a process of its own, on a free port of 127.0.0.1. Ray, for replicas, is never in a fork."""
 
     def __init__(self, *arguments: object, log: Path):
-        command = [sys.executable, "-m", "nanopage", "serve", "--port", 0, "--enforce-eager", "--max-model-len", 128]
+        options = ["--port", 0, "--enforce-eager", "--max-model-len", 128, *arguments]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        program = None if "--replicas" in options else forked("nanopage", "serve", *options, env=env)
+        command = [sys.executable, "-m", "nanopage", "serve", *map(str, options)]
         self.log = log
         with open(log, "wb") as file:
             self.process = subprocess.Popen(
-                [str(part) for part in (*command, *arguments)],
-                cwd=ROOT,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                command, preexec_fn=program, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=env
             )
 
     def wait_until_ready(self) -> str:

@@ -15,7 +15,8 @@ import openai
 import psutil
 import pydantic
 import pytest
-from server_process import ROOT, serving
+from programs import ROOT
+from server_process import serving
 
 from nanopage import LLM, SamplingParams
 from nanopage.server import serve

@@ -11,7 +11,7 @@ import time
 import urllib.request
 
 import pytest
-from server_process import ROOT
+from programs import ROOT
 
 LOUD = """
 import logging, os, subprocess, sys
