@@ -53,6 +53,7 @@ def kinds_of(piece):
     return [name.rpartition(".")[0] for name in piece["launches"]]
 
 
+@pytest.mark.skipif(not LONG, reason="Inductor compiles for 20 s; runs with NANOPAGE_LONG_TESTS=1")
 def test_pieces_for_a_gpu_are_counted_without_one(model, tmp_path, monkeypatch):
     families = (("Qwen3-0.6B", "int8"), *((("gemma-3-270m", None), ("Mixtral-8x7B", None)) if LONG else ()))
     monkeypatch.setattr(compile_parts, "FAMILIES", families)

@@ -186,7 +186,7 @@ def test_softcap(softcap):
 
 
 @pytest.mark.usefixtures("poisoned", "small_splits")
-@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (1, 20), (3, None), (8, 20)], ids=str)
+@pytest.mark.parametrize(("num_splits", "window"), [(1, 20), (3, None)], ids=str)
 def test_sinks(num_splits, window):
     """A sink counts once, however many splits there are, and pads no row. Its dtype is that of the weights."""
     pool, sinks = Pool(2, 256, 16, torch.float32, num_blocks=60), torch.linspace(-3, 8, 6).half()  # tiles of 16 tokens

@@ -77,6 +77,7 @@ def test_a_layer_launches_four_products_and_three_kernels_between_attentions(tmp
         assert products == {"extern_kernels.mm"}, "addmm would copy the residual first"
 
 
+@pytest.mark.skipif(not LONG, reason="Inductor compiles for 10 s; runs with NANOPAGE_LONG_TESTS=1")
 def test_inductor_does_not_cut_nested_regions_at_attention(tmp_path):
     """Why a decoder is compiled in pieces (docs/gpu.md). If this fails, torch can compile it whole."""
     found = run_module("tests.worker.nested_regions", str(tmp_path))
