@@ -32,7 +32,7 @@ from nanopage.weights import hub
 sys.dont_write_bytecode = False  # the next run need not compile the tests again
 gc.disable()  # until all tests are collected: nothing that is imported becomes garbage
 
-COMPILES = {"test_aot", "test_aot_products", "test_default_model"}
+COMPILES = {"test_aot", "test_aot_products", "test_tile_linear", "test_default_model"}
 # The files that take longest run first, so that no process is still busy with one when the others have finished.
 LONGEST = {
     *("test_aot", "test_structured", "test_replicas", "test_fuzz", "test_triton", "test_ray_link", "test_chat"),

@@ -1,16 +1,19 @@
 """tile_linear.cpp and tile_experts.cpp against the same in PyTorch, compiled for both dtypes, and for AVX2 as well."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import LONG
 
-from nanopage.cpu import tile_experts, tile_linear
+from nanopage.cpu import aot_products, tile_experts, tile_linear
 from nanopage.cpu.aot_products import CompiledProduct
 from nanopage.cpu.toolchain import KERNELS, TILE_SOURCES, run_compiler, shared
 from nanopage.experts.routing import route
 
 AVX2 = "AVX2"
-INSTRUCTIONS = sorted({torch.backends.cpu.get_cpu_capability(), AVX2})
+INSTRUCTIONS = [*{AVX2: 0, torch.backends.cpu.get_cpu_capability(): 0}]  # the last ones are this processor's
 
 
 @pytest.fixture(
@@ -18,24 +21,30 @@ INSTRUCTIONS = sorted({torch.backends.cpu.get_cpu_capability(), AVX2})
     params=[(dtype, instructions) for dtype in (torch.float32, torch.bfloat16) for instructions in INSTRUCTIONS],
     ids=lambda made: "-".join(map(str, made)),
 )
-def made(request, tmp_path_factory):
+def made(request, tmp_path_factory, products):
     """A dtype, and the products that were compiled for it."""
     dtype, instructions = request.param
     file = tmp_path_factory.mktemp("tiles") / "tiles.so"
     with pytest.MonkeyPatch.context() as patch:
-        if instructions == AVX2:
-            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: AVX2)
+        if instructions == INSTRUCTIONS[-1]:
+            patch.setenv("XDG_CACHE_HOME", str(products))
+            return dtype, aot_products.tile_product(dtype)
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: AVX2)
         sources = [KERNELS / name for name in TILE_SOURCES]
         run_compiler({"BFLOAT16": int(dtype == torch.bfloat16)}, *sources, *shared(file))
     return dtype, CompiledProduct(file, "tile_linear")
 
 
 # Inputs that fill panels, and some that do not; an odd number of them; rows that fill blocks, and some that do not.
-@pytest.mark.parametrize("num_rows", [1, 2, 13, 192, 390])
-@pytest.mark.parametrize(("out_features", "in_features"), [(64, 32), (300, 17), (100, 576), (64, 257)])
+ROWS, SIZES = (1, 2, 13, 192, 390), ((64, 32), (300, 17), (100, 576), (64, 257))
+CASES = [*product(ROWS, SIZES)]
+
+
+# Each third case: all rows and all sizes are among them.
+@pytest.mark.parametrize(("num_rows", "sizes"), CASES if LONG else CASES[::3], ids=str)
 @pytest.mark.parametrize("weights", [torch.int8, torch.bfloat16, torch.float16], ids=str)
-def test_it_equals_the_plain_product(made, weights, num_rows, out_features, in_features):
-    dtype, products = made
+def test_it_equals_the_plain_product(made, weights, num_rows, sizes):
+    (dtype, products), (out_features, in_features) = made, sizes
     if (weights, dtype) == (torch.float16, torch.bfloat16):
         pytest.skip("activations are float32 beside float16 weights")
     generator = torch.Generator().manual_seed(0)
