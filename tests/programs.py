@@ -60,6 +60,8 @@ def forget_the_tests() -> None:
     """Of this process, nothing is ended or told when the program ends, and it handles signals as at its start."""
     faulthandler.disable()
     atexit._clear()
+    for name in [name for name in sys.modules if name.startswith(("test_", "conftest"))]:
+        del sys.modules[name]
     weakref.finalize._registry.clear()
     weakref.finalize._registered_with_atexit = False
     gc.freeze()

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 from helpers import LONG
+from programs import forked
 
 from nanopage.cpu import aot
 
@@ -159,9 +160,8 @@ def test_the_figures_are_what_the_code_makes(course_path):
 @pytest.mark.interpreter
 def test_the_tests_of_the_exercises_fail_until_they_are_solved():
     options = ["-q", "-rA", "--tb=no", "-o", "addopts=", "-p", "no:cacheprovider", "--both"]
-    command = [sys.executable, "-m", "pytest", *options, COURSE / "exercises"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment).stdout
+    program = forked("pytest", *options, COURSE / "exercises", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    output = subprocess.run(["pytest"], preexec_fn=program, cwd=ROOT, capture_output=True, text=True).stdout
     lines = re.findall(r"^(?:PASSED|FAILED|ERROR|SKIPPED) .*$", output, re.MULTILINE)
     found = [
         (result[1].lower(), result[2], result[3])
