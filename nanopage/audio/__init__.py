@@ -1,0 +1,1 @@
+"""Speech to text: sound files, spectrograms, Whisper's rules of decoding, transcripts. The model is in families/."""
