@@ -10,6 +10,8 @@ import torch
 
 from nanopage.adapters.requests import Adapters
 from nanopage.adapters.slots import AdapterSlots
+from nanopage.audio import WHISPER
+from nanopage.audio.rules import RulesOrGrammars
 from nanopage.beams import requests as beams
 from nanopage.beams.offline import beam_search
 from nanopage.config.model import ModelConfig
@@ -81,6 +83,8 @@ def build_engine(
     processor.make_search = beams.make_request
     if tokenizer is not None:
         processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
+        if model_config.architecture == WHISPER:
+            processor.grammars = RulesOrGrammars(processor.grammars)
     if config.enable_prompt_embeds:
         shape = model_config.hidden_size, getattr(torch, engine.capacity.dtype)
         processor.prompts.item_readers["prompt_embeds"] = partial(read_embeds, *shape)

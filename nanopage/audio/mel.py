@@ -13,7 +13,8 @@ WINDOW_SAMPLES = 30 * SAMPLING_RATE  # of one input of the encoder
 NUM_FRAMES = 3_000  # in a window
 HOP = 160  # samples from one frame to the next
 FFT = 400  # samples of a frame
-NUM_MEL_BINS = (80, 128)  # that there are models for
+NUM_TIMESTAMPS = 1501  # tokens for the times from 0 to 30 seconds, the last of a vocabulary
+SECONDS_PER_TIMESTAMP = 0.02
 
 
 def log_mel(samples: np.ndarray, num_mel_bins: int = 80) -> np.ndarray:

@@ -12,6 +12,8 @@ import torch
 from nanopage.adapters.layers import Add
 from nanopage.adapters.model import check_layers
 from nanopage.adapters.worker import attach_adapters
+from nanopage.audio import WHISPER
+from nanopage.audio.sampler import TranscriptSampler
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot import Compiled
@@ -118,7 +120,10 @@ def build_worker(
         tiled = wings.stored_as is not None
         compiled = partial(Compiled, model, config=setup.part, dtype=setup.dtype, tiled=tiled)
         wings.compiled = why_eager(setup, model) or compiled
-    return Worker(setup, model, wings, agree)
+    worker = Worker(setup, model, wings, agree)
+    if model_config.architecture == WHISPER:
+        worker.runner.sampler = TranscriptSampler(worker.runner.table, worker.runner.sampler.sample_all)
+    return worker
 
 
 def _answer_with(model: Decoder, no: int, yes: int) -> None:
