@@ -13,10 +13,12 @@ import typer
 from nanopage.terminal.chat import chat
 from nanopage.terminal.compile import compile_layers
 from nanopage.terminal.program import run
+from nanopage.terminal.transcribe import transcribe
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 app.command()(chat)
 app.command("compile")(compile_layers)
+app.command()(transcribe)
 
 
 @app.command(

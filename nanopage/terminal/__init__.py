@@ -1,1 +1,1 @@
-"""`nanopage chat`, and the terminal input and output of programs. No engine logic."""
+"""`nanopage chat` and `nanopage transcribe`, and the terminal input and output of programs. No engine logic."""

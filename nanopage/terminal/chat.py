@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -245,7 +245,7 @@ def weights_gb(path: Path) -> float:
     return sum(file.stat().st_size for file in files) / 1e9
 
 
-def refuse(message: str) -> None:
+def refuse(message: str) -> NoReturn:
     """Leave with exit code 2: wrong usage."""
     say_error(message)
     raise SystemExit(2)
