@@ -5,6 +5,7 @@ header claims is checked, but nothing is allocated for it.
 """
 
 import io
+import threading
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,7 +51,7 @@ class Sound:
     def __init__(self, source: Path | bytes, max_seconds: float = MAX_SECONDS):
         soundfile, soxr = import_libraries()
         self.max_seconds, self.ended, self.num_samples = max_seconds, False, 0
-        self._samples, self._begin = np.zeros(0, np.float32), 0
+        self._samples, self._begin, self._lock = np.zeros(0, np.float32), 0, threading.Lock()
         file = _open(source)
         try:
             self._decoder = soundfile.SoundFile(file)
@@ -82,8 +83,9 @@ class Sound:
     def window(self, start: int) -> np.ndarray:
         """Up to 30 seconds from sample `start` on: float32 [N] in [-1, 1], fewer than 480,000 only where the file ends.
         `start` must not be less than in the call before. Raises: AudioError if the file turns out to be broken."""
-        while self.num_samples < start + WINDOW_SAMPLES and not self.ended:
-            self._read_second()
+        with self._lock:
+            while self.num_samples < start + WINDOW_SAMPLES and not self.ended:
+                self._read_second()
         dropped = min(start - self._begin, len(self._samples))
         self._samples, self._begin = self._samples[dropped:], self._begin + dropped
         return self._samples[:WINDOW_SAMPLES]
@@ -108,8 +110,11 @@ class Sound:
                 raise AudioError("the file has no sound in it")
 
     def close(self) -> None:
-        self._decoder.close()
-        self._file.close()
+        """Wait for a thread that reads, and close the file."""
+        with self._lock:
+            self.ended = True
+            self._decoder.close()
+            self._file.close()
 
 
 def _open(source: Path | bytes) -> BinaryIO:

@@ -113,13 +113,18 @@ class Transcription:
 
     language: its code, once it is known. position: how many seconds are done.
 
-    Args: tokens: of the model. Raises: ValueError for options that the model does not have.
+    Args:
+        tokens: of the model.
+        salt: keeps cached prefixes apart (see `Prompt` in inputs.py).
+
+    Raises: ValueError for options that the model does not have.
     """
 
     llm: "AsyncLLM"
     tokens: SpeechTokens
     sound: Sound
     options: Options = field(default_factory=Options)
+    salt: str = ""
     segments: list[Segment] = field(default_factory=list)
 
     def __post_init__(self):
@@ -167,6 +172,7 @@ class Transcription:
         prompt = {
             "prompt_token_ids": [*context, tokens.start],
             "multi_modal_data": {"audio": (samples, SAMPLING_RATE)},
+            "cache_salt": self.salt,
         }
         params = SamplingParams(
             temperature=temperature,

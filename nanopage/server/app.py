@@ -18,9 +18,11 @@ import nanopage
 from nanopage.aio.async_llm import AsyncLLM, EngineDeadError
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import LoadBody, UnloadBody
+from nanopage.server.audio import add_audio
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
 from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
+from nanopage.server.fields import ignored_header
 from nanopage.server.generation import too_long
 from nanopage.server.json_body import JsonRoute
 from nanopage.server.live_view import VIEW_PATHS, add_view
@@ -71,8 +73,6 @@ NOT_SERVED = {  # path -> why
     "/classify": "classes are not served: use LLM.classify",
     "/v1/moderations": "classes are not served: use LLM.classify",
     "/v1/messages": "use /v1/chat/completions",
-    "/v1/audio/transcriptions": "the model hears nothing",
-    "/v1/audio/translations": "the model hears nothing",
     "/v1/audio/speech": "the model says nothing",
     "/v1/images/generations": "the model draws nothing",
     "/v1/images/edits": "the model draws nothing",
@@ -154,6 +154,8 @@ def create_routes(state: ServerState) -> FastAPI:
     async def create_ranks(body: RerankBody, request: Request) -> Response:
         return await _generate(state, request, body, rerank)
 
+    add_audio(app, state)
+
     @app.get("/v1/models", responses=replies(ModelList))
     @app.get("/v1/models/", include_in_schema=False)
     async def models() -> Response:
@@ -187,7 +189,7 @@ def create_routes(state: ServerState) -> FastAPI:
             reader = llm.engine.input_processor.prompts
             tokenizer = reader.require_tokenizer("return_token_strs", "a model with a tokenizer")
             reply["token_strs"] = [tokenizer.backend.id_to_token(token_id) for token_id in ids]
-        return json_response(reply, headers=_ignored_header(ignored))
+        return json_response(reply, headers=ignored_header(ignored))
 
     @app.post("/detokenize", responses=replies(dict[Literal["prompt"], str]))
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -200,7 +202,7 @@ def create_routes(state: ServerState) -> FastAPI:
         if (tokenizer := llm.engine.tokenizer) is None:
             raise ApiError(404, "the model has no tokenizer", code="no_tokenizer")
         text = await llm.in_thread(tokenizer.decode, body.tokens, False)
-        return json_response({"prompt": text}, headers=_ignored_header(ignored))
+        return json_response({"prompt": text}, headers=ignored_header(ignored))
 
     @app.get("/tokenizer_info", responses=replies(dict[str, str | None]))
     async def tokenizer_info() -> Response:
@@ -282,7 +284,7 @@ async def _generate(
     llm = state.require()
     name = state.model_name(body.model)
     check_task(llm, name, request.url.path, body)
-    headers = _ignored_header(_find_ignored(state, llm, body))
+    headers = ignored_header(_find_ignored(state, llm, body))
     if state.default_max_tokens is not None and isinstance(body, CommonBody):
         body.bound(state.default_max_tokens)
     if state.salt_per_key:
@@ -389,8 +391,3 @@ def _not_served(path: str, why: str) -> Callable:
         raise ApiError(404, f"{path} is not served: {why}", code="not_served")
 
     return answer
-
-
-def _ignored_header(ignored: list[str]) -> dict[str, str]:
-    names = ", ".join(name.encode("ascii", "replace").decode() for name in ignored)
-    return {"x-ignored-fields": "".join(c for c in names if c.isprintable())} if ignored else {}

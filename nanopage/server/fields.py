@@ -169,3 +169,9 @@ def _find(value: Any, place: str, known: Mapping[str, tuple[str, ...]]) -> Itera
             yield from _find(item, f"{place}.{name}", known)
         elif name not in REFUSED_INSIDE:
             yield f"{kind}.{name[:100]}"
+
+
+def ignored_header(ignored: list[str]) -> dict[str, str]:
+    """The header that lists fields which were ignored."""
+    names = ", ".join(name.encode("ascii", "replace").decode() for name in ignored)
+    return {"x-ignored-fields": "".join(c for c in names if c.isprintable())} if ignored else {}

@@ -33,6 +33,7 @@ from nanopage.distributed import ray_cluster
 from nanopage.server.app import create_routes
 from nanopage.server.errors import ApiError
 from nanopage.server.metrics import CONTENT_TYPE, Page
+from nanopage.server.middleware import AUDIO_PATHS
 from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Settings
 from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
@@ -43,7 +44,7 @@ logger = logging.getLogger("nanopage")
 
 TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 POOLING_PATHS = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
-POSTS = (*TEXT_PATHS, *POOLING_PATHS, "/tokenize", "/detokenize")
+POSTS = (*TEXT_PATHS, *POOLING_PATHS, *AUDIO_PATHS.values(), "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/tokenizer_info")  # and paths that begin with them
 HEADERS = (b"content-type", b"traceparent", b"tracestate")  # the client's headers that a replica gets
 MAX_CALLS = 100_000  # at once in a replica, for Ray Serve: the replica's own limits decide
@@ -255,7 +256,7 @@ class Front:
         work = asyncio.create_task(self._relay(call, reply, send, scope["nanopage.send"]))
         gone = asyncio.create_task(until_gone(receive))
         self._tasks.add(work)
-        self.state.num_active += path in TEXT_PATHS
+        self.state.num_active += path in (*TEXT_PATHS, *AUDIO_PATHS.values())
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if reply.complete:  # clients close the connection then
@@ -263,7 +264,7 @@ class Front:
             self.state.num_disconnects += not work.done()
         finally:
             self._tasks.discard(work)
-            self.state.num_active -= path in TEXT_PATHS
+            self.state.num_active -= path in (*TEXT_PATHS, *AUDIO_PATHS.values())
             for task in (work, gone):
                 task.cancel()
             await asyncio.wait((work, gone))

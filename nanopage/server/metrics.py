@@ -37,3 +37,6 @@ class Page(Collector):
             "Clients that have gone before their reply had ended.",
             value=self.state.num_disconnects,
         )
+        yield CounterMetricFamily(
+            "nanopage:transcribed_seconds", "Seconds of sound that became text.", value=self.state.transcribed_seconds
+        )

@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanopage.server.errors import ApiError
 
 MAX_BODY = 4 << 20  # bytes. FastAPI parses a body on the event loop
+AUDIO_PATHS = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}  # by their tasks
+MAX_AUDIO = (25 << 20) + (64 << 10)  # bytes of a body there: OpenAI's limit for a file, and the form around it
 MAX_ARRIVING = 64 << 20  # bytes of all bodies that have not arrived whole
 MAX_BODIES = 256 << 20  # bytes of all bodies whose calls have not ended
 SMALL_BODY = 64 << 10  # bytes: accepted whatever these sums are, so that large bodies do not keep small ones out
@@ -80,7 +82,7 @@ class Gate:
             self._check_host(headers)
             scope["nanopage.key"] = self._check_key(path, headers)
             # Open paths take no body: a body that is sent nevertheless is not read.
-            body = b"" if path in self.open_paths else await self._read_body(headers, receive)
+            body = b"" if path in self.open_paths else await self._read_body(path, headers, receive)
             if body is not None:
                 num_bytes = len(body)
                 _check_room(num_bytes, self.num_held + num_bytes, MAX_BODIES)
@@ -116,12 +118,12 @@ class Gate:
             raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
         return digest.hex()[:16]
 
-    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+    async def _read_body(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The whole body; None if the client has gone. Raises: ApiError if it is too large or too slow, or if too much
         is arriving."""
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or len(length) > 20 or int(length) > MAX_BODY:
-            raise _too_large()
+        length, most = headers.get(b"content-length", b"0"), MAX_AUDIO if path in AUDIO_PATHS.values() else MAX_BODY
+        if not length.isdigit() or len(length) > 20 or int(length) > most:
+            raise _too_large(most)
         _check_room(int(length), self.num_arriving + int(length), MAX_ARRIVING)
         body = bytearray()
         try:
@@ -133,8 +135,8 @@ class Gate:
                     part = message.get("body", b"")
                     body += part
                     self.num_arriving += len(part)
-                    if len(body) > MAX_BODY:
-                        raise _too_large()
+                    if len(body) > most:
+                        raise _too_large(most)
                     if not message.get("more_body", False):
                         return bytes(body)
                     _check_room(len(body), self.num_arriving, MAX_ARRIVING)
@@ -155,8 +157,8 @@ def _check_room(size: int, total: int, most: int) -> None:
         raise ApiError(503, message, code="too_many_bodies", retry_after=1)
 
 
-def _too_large() -> ApiError:
-    return ApiError(413, f"the body is larger than {MAX_BODY >> 20} MiB", code="body_too_large")
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from nanopage.aio.async_llm import AsyncLLM
+from nanopage.audio import WHISPER
 from nanopage.checks.pooling import PoolingConfig
 from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput
@@ -129,7 +130,9 @@ def rerank(llm: AsyncLLM, body: RerankBody, model: str, adapter: LoRARequest | N
 def check_task(llm: AsyncLLM, model: str, path: str, body: Any) -> None:
     """Raises: ApiError if the model does not make what the endpoint is for."""
     pooling = llm.engine.model_config.pooling
-    if isinstance(body, EmbeddingBody):
+    if llm.engine.model_config.architecture == WHISPER:
+        what, made = "such replies, only transcripts", False
+    elif isinstance(body, EmbeddingBody):
         what, made = "embeddings", pooling is not None and pooling.task == "embed"
     elif isinstance(body, PoolingBody):
         what, made = "scores", pooling is not None and (pooling.task == "embed" or pooling.scores)

@@ -204,6 +204,43 @@ class ResponsesEvent(BaseModel):
     arguments: str = ""
 
 
+# /v1/audio/transcriptions and /v1/audio/translations
+
+
+class SoundUsage(BaseModel):
+    type: Literal["duration"]
+    seconds: int
+
+
+class TranscriptSegment(BaseModel):
+    id: int
+    seek: int = Field(description="Where the window begins that it was found in, in steps of 10 ms.")
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class TranscriptReply(BaseModel):
+    text: str
+    usage: SoundUsage
+    task: str = Field("", description="This and what follows: of response_format=verbose_json.")
+    language: str = ""
+    duration: float = 0.0
+    segments: list[TranscriptSegment] = []
+
+
+class TranscriptEvent(BaseModel):
+    type: Literal["transcript.text.delta", "transcript.text.done"]
+    delta: str = ""
+    text: str = ""
+    usage: SoundUsage | None = None
+
+
 # Vectors, scores, models and tokens
 
 

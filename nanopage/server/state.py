@@ -63,6 +63,7 @@ class ServerState:
     num_entering: int = 0  # requests on their way into the engine
     num_entering_tokens: int = 0  # estimated tokens of their prompts
     num_disconnects: int = 0
+    transcribed_seconds: float = 0.0  # of sound
 
     def check_open(self, loaded: bool) -> None:
         """Raises: ApiError while no request can run: at shutdown, and before the model is loaded."""

@@ -1,5 +1,6 @@
 """A tiny Whisper with random weights, and an engine that runs it with transformers, for tests of what is around it."""
 
+import asyncio
 import io
 import json
 import math
@@ -84,7 +85,7 @@ def fake_engine(directory, max_model_len):
     reader = SimpleNamespace(prompts=SimpleNamespace(path=directory))
     tokenizer = Tokenizer(directory)
     return SimpleNamespace(
-        tokenizer=tokenizer, model_config=config, max_model_len=max_model_len, input_processor=reader
+        tokenizer=tokenizer, model_config=config, max_model_len=max_model_len, input_processor=reader, dead_error=None
     )
 
 
@@ -133,14 +134,32 @@ class TransformersLLM:
 class ScriptedLLM(TransformersLLM):
     """Answers with what a test says.
 
-    answers: for each request, in order: (tokens of the output, log-probability of each, probability of no speech).
+    answers: for each request, in order: (tokens of the output, log-probability of each, probability of no speech). No
+        request is answered while `waits`. num_aborted: requests that were given up while they waited.
     """
+
+    dead_error = None
 
     def __init__(self, directory, answers):
         self.engine, self.requests, self.answers = fake_engine(directory, 64), [], list(answers)
+        self.engine_thread = SimpleNamespace(num_waiting=0, num_waiting_tokens=0)
+        self.waits, self.num_aborted, self.salts = False, 0, []
+
+    async def in_thread(self, function, *args):
+        return await asyncio.to_thread(function, *args)
 
     async def generate(self, prompt, params, request_id):
         self.requests.append((prompt["prompt_token_ids"], params))
+        self.salts.append(prompt["cache_salt"])
+        try:
+            while self.waits:
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        if not self.answers:
+            yield RequestOutput(request_id, None, [], [], True, RequestMetrics(0.0), error="no answer is left")
+            return
         tokens, logprob, no_speech = self.answers.pop(0)
         tables = [{token: Logprob(logprob)} for token in tokens]
         tables[0][IDS["<|nospeech|>"]] = Logprob(math.log(no_speech))
