@@ -25,6 +25,7 @@ from nanopage.engine.token_budget import Use, choose_budget
 from nanopage.files.model_files import exists
 from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
+from nanopage.items.audio import read_audio
 from nanopage.items.embeds import read_embeds
 from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
@@ -88,6 +89,9 @@ def build_engine(
     if config.enable_prompt_embeds:
         shape = model_config.hidden_size, getattr(torch, engine.capacity.dtype)
         processor.prompts.item_readers["prompt_embeds"] = partial(read_embeds, *shape)
+    if model_config.encoded_positions:
+        processor.prompts.needed = "multi_modal_data"
+        processor.prompts.item_readers["multi_modal_data"] = partial(read_audio, model_config)
     if config.enable_lora:
         processor.adapters = Adapters(config, model_config)
     if model_config.pooling is not None:
@@ -136,7 +140,8 @@ def _fit_blocks(config: EngineConfig, model_config: ModelConfig) -> EngineConfig
     device = resolve_device(config.device)
     dtype, _ = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.dtype, model_config.dtype, dtype, device)
-    block_size = fit_block_size(model_config, config.block_size, dtype, kv_dtype)
+    on_gpu = device.type == "cuda"
+    block_size = fit_block_size(model_config, config.block_size, dtype, kv_dtype, on_gpu)
     if block_size == config.block_size:
         return config
     logger.info(f"block_size is {block_size}, not {config.block_size}: a block has room for the state of a layer")

@@ -15,7 +15,13 @@ from unittest import mock
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -166,6 +172,35 @@ def tiny_hf_model(
                 if parameter.dim() == 1 or name.endswith("_bias"):
                     around_one = name.endswith("norm.weight") and not family.startswith("gemma")
                     parameter.normal_(1.0 if around_one else 0.0, 0.3)
+    return model.eval()
+
+
+def tiny_whisper(seed: int = 0, **config_overrides) -> PreTrainedModel:
+    """A WhisperForConditionalGeneration with random weights, biases and norms. Args: as of `tiny_hf_model`."""
+    fields = {
+        "vocab_size": VOCAB_SIZE,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 96,
+        "decoder_layers": 3,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 80,
+        "max_target_positions": 60,
+        "init_std": 0.3,  # large: the default leaves the logits flat
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "decoder_start_token_id": 1,
+        "begin_suppress_tokens": None,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = WhisperForConditionalGeneration(WhisperConfig(**fields | config_overrides))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
     return model.eval()
 
 

@@ -69,6 +69,16 @@ MAX_SIZES = {
     "mamba_d_ssm": 2**20,
     "mamba_expand": 2**10,
     "shared_intermediate_size": 2**20,
+    "d_model": 2**18,
+    "encoder_layers": 2**9,
+    "decoder_layers": 2**9,
+    "encoder_attention_heads": 2**12,
+    "decoder_attention_heads": 2**12,
+    "encoder_ffn_dim": 2**20,
+    "decoder_ffn_dim": 2**20,
+    "num_mel_bins": 2**10,
+    "max_source_positions": 2**16,
+    "max_target_positions": 2**16,
 }
 
 # The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.

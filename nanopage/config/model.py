@@ -79,6 +79,8 @@ class ModelConfig:
         are the layers with a window.
     state: the shapes of what each layer with STATE in `sliding_windows` keeps of a sequence instead of K and V (see
         recurrent/states.py).
+    encoded_positions: how many positions of an encoder the layers with STATE attend to. Their state is then K and V in
+        the layout of a block. 0: they keep something else.
     latent: the sizes of latent attention. A token's K is then its V, too, and the only one of all heads.
     mixer: what else a family says of these layers, such as the fields of a Mamba2Config (recurrent/mamba2.py).
     residual_in_float32: whether hidden states are in float32, or in float64, between layers.
@@ -120,6 +122,7 @@ class ModelConfig:
     other_rope: RopeConfig | None = None
     other_rope_layers: frozenset[int] = frozenset()
     state: tuple[tuple[int, ...], ...] = ()
+    encoded_positions: int = 0
     latent: LatentConfig | None = None
     mixer: dict[str, Any] = field(default_factory=dict)
     residual_in_float32: bool = False

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.cpu.aot_chain import Chain, CompiledHead, CompiledLayers, FixedInputs, Layers, Library
 from nanopage.cpu.compiled_files import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.files.private_files import cache_directory, check_private, make_private
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of
@@ -61,8 +62,9 @@ logger = logging.getLogger("nanopage")
 #   many    any number of rows; without weights in tiles, the model's own norm and head then run instead
 # Layers with slots for adapters are also compiled for two more kinds of steps, where a row has an adapter:
 #   adapted-one, adapted-many
-# Where only some layers have experts, PLAIN follows the names of the parts of the others.
-PLAIN = "-plain"
+# Where only some layers have experts, PLAIN follows the names of the parts of the others. CROSS follows those of layers
+# that attend to the positions of an encoder: each of their tokens is a decode of its own, of a sequence in one block.
+PLAIN, CROSS = "-plain", "-cross"
 CHAIN = "chain.so"
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
 
@@ -126,6 +128,8 @@ class Compiled:
     def run(self, batch: Batch) -> Output:
         inputs = prepare(batch, self.table)
         step = inputs.step(self.kv_cache, plain_attention)
+        if num_positions := self.config.encoded_positions:
+            step.attentions = [attention_to_encoded(attention, num_positions) for attention in step.attentions]
         if self.head is not None and self._is_one_decode(batch):
             return self._decode_one(batch, inputs.input_ids, step, self.head)
         return run_model(self._forward, batch, inputs.input_ids, step, self.table, self.head or head_of(self.model))
@@ -133,7 +137,7 @@ class Compiled:
     def _forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """As `Decoder.forward`, with the KV cache that the layers were loaded for."""
         assert self.layers is not None
-        x = self.model.embed(input_ids, step.embeds)
+        x = self.model.embed(input_ids, step.positions, step.embeds)
         step.rotations = self.model.rotary(step.positions, x.dtype)
         return self.layers(x, step)
 
@@ -256,7 +260,7 @@ class Compiled:
 
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledLayers:
         modules: list[Any] = list(self.model.layers)
-        windows, caches = self.config.sliding_windows, list(self.kv_cache.layers)
+        windows, caches = attention_windows(self.config), list(self.kv_cache.layers)
         caches = [state_of(cache) if window == STATE else cache for cache, window in zip(caches, windows, strict=True)]
         ropes = [0 if window == STATE else layer.self_attn.rope for layer, window in zip(modules, windows, strict=True)]
 
@@ -330,9 +334,27 @@ def state_of(kv_cache: Tensor) -> Tensor:
     return kv_cache.flatten(2).view(torch.float32)
 
 
+def attention_windows(config: ModelConfig) -> Sequence[int | None]:
+    """The window of each layer. STATE for those without attention."""
+    return [None if config.encoded_positions and window == STATE else window for window in config.sliding_windows]
+
+
+def attention_to_encoded(attention: Any, num_positions: int) -> Any:
+    """The attention of layers that see all positions of an encoder, in place of StatePages: one that compiled code
+    knows. Other attention is returned as it is."""
+    if isinstance(attention, GroupedAttention):
+        return attention
+    ones = torch.ones(len(attention.sequence), dtype=torch.int64)
+    tables = attention.targets[attention.sequence][:, None]
+    return GroupedAttention(attention.sequence, tables, ones, ones * num_positions)  # no slots: nothing is written
+
+
 def parts_of(config: ModelConfig, index: int) -> list[str]:
     """The parts of a layer, in the order in which they run."""
-    parts = ["mixer"] if config.sliding_windows[index] == STATE else ["before", "after"]
+    window = attention_windows(config)[index]
+    parts = ["mixer"] if window == STATE else ["before", "after"]
+    if window != config.sliding_windows[index]:
+        return [part + CROSS for part in parts]
     if config.experts is None or config.experts.layers[index]:
         return parts
     return [part + PLAIN for part in parts]

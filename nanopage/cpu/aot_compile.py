@@ -31,7 +31,7 @@ from nanopage.adapters.layers import Running
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
 from nanopage.cpu import lora  # noqa: F401 (registers an operator)
-from nanopage.cpu.aot import PLAIN, TIME_LIMIT, file_kinds, state_of, tensors_of
+from nanopage.cpu.aot import CROSS, PLAIN, TIME_LIMIT, file_kinds, state_of, tensors_of
 from nanopage.cpu.compiled_files import LOCK, find_file
 from nanopage.cpu.packed import PackedRowWeight, PackedWeight, pack
 from nanopage.cpu.packed_linear import TILE, matvec, tile_width
@@ -109,7 +109,10 @@ class _Part(nn.Module):
             state = SimpleNamespace(sources=sources, targets=targets)
             return self.layer(x, StepContext(x, [state], [0], [kv_cache]))
         x, cos, sin, slot_mapping = inputs
-        q, k, v = self.layer.before(x, cos, sin)
+        made = self.layer.before(x, cos, sin)
+        if isinstance(made, Tensor):  # of CROSS
+            return made.contiguous()
+        q, k, v = made
         pages.write(k, v, kv_cache, slot_mapping)
         return q.contiguous()  # flash_attention.cpp assumes this layout
 
@@ -288,7 +291,8 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
     torch.set_num_threads(spec["threads"])
     dtype, kv_dtype, tiled = getattr(torch, spec["dtype"]), getattr(torch, spec["kv_dtype"]), spec["tiled"]
     part, kind = file_kinds(config, tiled, spec["adapted"])[name]
-    part, has_experts = part.removesuffix(PLAIN), not part.endswith(PLAIN)
+    has_state, has_experts = part == "mixer" or part.endswith(CROSS), not part.endswith(PLAIN)
+    part = part.removesuffix(PLAIN).removesuffix(CROSS)
     adapted, kind = kind.startswith("adapted-"), kind.removeprefix("adapted-")
     if part == "chain":
         compile_chain(attention_constants(config, dtype, kv_dtype, spec["block_size"]), directory / name)
@@ -297,7 +301,7 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
     num_rows = {"one": 1, "many": 90}[kind]
     # The smallest model with such a layer. Its weights are never filled.
     experts = None if config.experts is None else replace(config.experts, layers=(has_experts,))
-    windows = (STATE if part == "mixer" else None,)
+    windows = (STATE if has_state else None,)
     small = replace(config, num_layers=1, sliding_windows=windows, vocab_size=64, experts=experts)
     model = meta_model(small).to(dtype).to_empty(device="cpu").requires_grad_(False)
     if part == "head":

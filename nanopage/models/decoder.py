@@ -30,6 +30,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, layers: Sequence[nn.Module]):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions: Embedding | None = None  # of a family that learns an embedding of each position
         ropes = [rope for rope in (config.rope, config.other_rope) if rope is not None]
         self.rotary = RotaryEmbedding(config.head_dim, *ropes)
         self.layers = nn.ModuleList(layers)
@@ -49,7 +50,7 @@ class Decoder(nn.Module):
         Returns: [T, hidden_size], or [len(step.rows), hidden_size]: the last layer drops the tokens that nothing is
             sampled from, once their K and V are written.
         """
-        x = self.embed(input_ids, step.embeds)
+        x = self.embed(input_ids, step.positions, step.embeds)
         step.rotations = self.rotary(step.positions, x.dtype)
         return self.run_layers(x, step)
 
@@ -63,14 +64,16 @@ class Decoder(nn.Module):
         """Use the modules of another decoder."""
         self.embed_tokens, self.rotary, self.layers = decoder.embed_tokens, decoder.rotary, decoder.layers
         self.norm, self.lm_head, self.score = decoder.norm, decoder.lm_head, decoder.score
+        self.embed_positions = decoder.embed_positions
         self.embedding_scale = decoder.embedding_scale
         self.logit_divisor, self.logit_softcap = decoder.logit_divisor, decoder.logit_softcap
 
-    def embed(self, input_ids: Tensor, embeds: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """input_ids [T] -> the input of the first layer, [T, hidden_size]. embeds: as in StepContext"""
+    def embed(self, input_ids: Tensor, positions: Tensor, embeds: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """input_ids and positions [T] -> the input of the first layer, [T, hidden_size]. embeds: as in StepContext"""
         x = self.embed_tokens(input_ids)
         if self.embedding_scale != 1:
             x = x * torch.full((), self.embedding_scale, dtype=x.dtype, device=x.device)  # rounded, as in transformers
+        x = x if self.embed_positions is None else x + self.embed_positions(positions)
         return x if embeds is None else x.index_copy(0, *embeds)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def meta_model(config: ModelConfig) -> Decoder:
     """Build the model without memory for weights (on the meta device). Raises: as `family_of`."""
     family = family_of(config)
     with torch.device("meta"):
-        if config.is_encoder:
+        if hasattr(family, "make_model"):  # it is more than a stack of layers
             return family.make_model(config)
         model = Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])
         if (pooling := config.pooling) is not None and pooling.answers is None:

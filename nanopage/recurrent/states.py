@@ -108,13 +108,22 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, pages: Any) -> tuple[
     return out, inputs[(starts + kept)[:, None] + window].transpose(1, 2).to(before.dtype)
 
 
-def fit_block_size(config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> int:
+def fit_block_size(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, on_gpu: bool = False
+) -> int:
     """`block_size`, or its least multiple by a power of two whose blocks have room for the state of a layer.
+
+    If the state is K and V of an encoder's positions, a block also has room for a whole sequence. On a CPU, it is then
+    the least multiple.
 
     Args: dtype: of activations.
     """
+    if config.encoded_positions and not on_gpu:
+        return -(-max(config.encoded_positions, config.max_position_embeddings) // block_size) * block_size
     token_bytes = config.kv_parts * config.num_kv_heads * config.head_dim * kv_dtype.itemsize
     state_bytes = config.state_size * torch.promote_types(dtype, torch.float32).itemsize
+    if config.encoded_positions:
+        state_bytes = token_bytes * max(config.encoded_positions, config.max_position_embeddings)
     while block_size * token_bytes < state_bytes:
         block_size *= 2
     return block_size

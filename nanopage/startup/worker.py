@@ -25,6 +25,7 @@ from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set
 from nanopage.distributed.division import layers_of_stage
 from nanopage.distributed.parallel import PartialWay, Ranks
 from nanopage.distributed.part import WHOLE, Part
+from nanopage.items.encoded import WriteEncoded
 from nanopage.items.rows import ItemRows
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
@@ -114,6 +115,8 @@ def build_worker(
         wings.wrap = partial(PartialWay, ranks=ranks)
     if model_config.is_encoder:
         wings.wrap = Encode
+    if wings.items is not None and model_config.encoded_positions:
+        wings.wrap = partial(WriteEncoded, wings.items)
     if not setup.on_gpu:
         if part.samples:
             warn_of_slow_options(config, model_config, model.layers[0], setup.dtype, product)

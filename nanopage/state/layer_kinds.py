@@ -19,6 +19,9 @@ previous token has left and writes the state after its own last token, so a sequ
 a kind (STATE in place of a window). A full block holds the state at its end, and another sequence that begins with the
 same tokens can go on from it. So states are shared, copied, swapped and evicted like K and V.
 
+Layers of an encoder-decoder model keep K and V of all positions of the encoder as such a state, which no step changes.
+Blocks are then as large as the longest sequence.
+
 In most models, all layers are of one kind, without a window.
 """
 

@@ -62,6 +62,8 @@ class PromptReader:
         vocab_size: every token id is less.
         max_model_len: the most tokens that a sequence may have.
 
+    needed: the field of a prompt that an encoder-decoder model reads. Such a model gets text as it is, without the
+        special tokens that its tokenizer would add. None: there is no such field.
     item_readers: field of a prompt -> what reads it: adds items, and the placeholders of their tokens, to a prompt.
         build.py attaches them. They raise TypeError or ValueError naming what is wrong.
     """
@@ -69,6 +71,7 @@ class PromptReader:
     def __init__(self, tokenizer: Tokenizer | None, path: Path, vocab_size: int, max_model_len: int):
         self.tokenizer, self.path, self.vocab_size, self.max_model_len = tokenizer, path, vocab_size, max_model_len
         self.item_readers: dict[str, Callable[[TokenizedPrompt, Any], None]] = {}
+        self.needed: str | None = None
 
     def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
         """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""
@@ -123,10 +126,12 @@ class PromptReader:
         if token_ids is None or text is not None:
             if not isinstance(text, str):
                 raise TypeError(f"a prompt must be a string, token ids or a dict, not {shown(text)}")
-            token_ids = self.encode(text) if token_ids is None else token_ids
+            token_ids = self.encode(text, self.needed is None) if token_ids is None else token_ids
         if not isinstance(token_ids, list):
             raise TypeError(f"a prompt must be a string, token ids or a dict, not {shown(token_ids)}")
         self.check_ids("prompt_token_ids", token_ids)
+        if self.needed is not None and self.needed not in items:
+            raise ValueError(f"the prompt has no {self.needed}, and {self.path.name} needs it")
         read = TokenizedPrompt(text, list(token_ids), salt, reasoning)
         for name, value in items.items():
             if name not in self.item_readers:

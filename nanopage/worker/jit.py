@@ -173,7 +173,7 @@ def first(
     decoder: Decoder, layer: Any, input_ids: Tensor, positions: Tensor
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
     """Returns: x, the rotations, and the heads of the first layer (see `SelfAttention.heads`)."""
-    x = decoder.embed(input_ids)
+    x = decoder.embed(input_ids, positions)
     return x, decoder.rotary(positions, x.dtype), layer.heads(x)
 
 

@@ -86,7 +86,9 @@ OTHER_SIZES = (
     *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     *(name for family in (mamba2, granite_hybrid) for name, _ in family.SIZES.values()),  # tests/recurrent has them
     "shared_intermediate_size",
-)  # two are an encoder's; tests/models and tests/recurrent have the last lines'
+    *("d_model", "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"),
+    *("encoder_ffn_dim", "decoder_ffn_dim", "num_mel_bins", "max_source_positions", "max_target_positions"),
+)  # two are an encoder's; tests/models and tests/recurrent have the last lines
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 FLAGS = ["enable_prompt_embeds", "enable_prefix_caching", "enforce_eager", "enable_lora"]
 EXPERTS = "enable_expert_parallel"

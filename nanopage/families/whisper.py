@@ -1,0 +1,252 @@
+"""Whisper (Radford et al. 2022): an encoder reads 30 seconds of sound, and a decoder writes what was said.
+
+A layer of Whisper's decoder is two layers here: self-attention, with K and V in pages as usual, and cross-attention
+with a feed-forward layer. Cross-attention sees all positions of the encoder. Its K and V are a state
+(state/layer_kinds.py): a block holds them in the usual layout. They are written once, before the first step of a
+sequence (items/encoded.py), and no step changes them. A block has room for a whole sequence, so a sequence never needs
+a second one.
+
+Biases of K change no result, so there are none: those of Q and V are apart from the fused matrix.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanopage.checks.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.config.rope import UNROTATED
+from nanopage.layers.attention import PLAIN, StepContext
+from nanopage.layers.embedding import Embedding
+from nanopage.layers.linear import Linear
+from nanopage.layers.mlp import ACTIVATIONS
+from nanopage.models.decoder import Decoder, DecoderLayer, SelfAttention
+from nanopage.state.layer_kinds import STATE
+from nanopage.state.pages import movable, views
+
+ARCHITECTURES = ("WhisperForConditionalGeneration",)
+GGUF_ARCHITECTURE = None  # GGUF files are not read
+GGUF_TENSORS: dict[str, str] = {}
+POSITIONS = 1500  # of the encoder: one for 20 ms of the 30 s that it always reads
+FRAMES = 2 * POSITIONS  # of the spectrogram
+NORM = "input_layernorm"
+NAMES = {  # in checkpoints: here
+    "proj_out.": "lm_head.",
+    "model.encoder.": "model.encoders.audio.",
+    "model.decoder.layer_norm.": "model.norm.",
+    "model.decoder.": "model.",
+    ".out_proj.": ".o_proj.",
+    ".self_attn.q_proj.bias": ".self_attn.q_bias",
+    ".v_proj.bias": ".v_bias",
+}
+
+
+def text_fields(fields: Fields) -> Fields:
+    """The sizes of the decoder, under the usual names, with transformers' defaults."""
+    sizes = {
+        "hidden_size": fields.size("d_model", 384),
+        "intermediate_size": fields.size("decoder_ffn_dim", 1536),
+        "num_hidden_layers": 2 * fields.size("decoder_layers", 4),
+        "num_attention_heads": fields.size("decoder_attention_heads", 6),
+        "max_position_embeddings": fields.size("max_target_positions", 448),
+    }
+    return replace(fields, values=fields.values | sizes)
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py. `mixer` has the sizes of the encoder. `scale_embedding` has no effect in transformers, either."""
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    encoder = {
+        "num_layers": fields.size("encoder_layers", 4),
+        "num_heads": fields.size("encoder_attention_heads", 6),
+        "intermediate_size": fields.size("encoder_ffn_dim", 1536),
+        "num_mel_bins": fields.size("num_mel_bins", 80),
+    }
+    for name, heads in (("decoder", num_heads), ("encoder", encoder["num_heads"])):
+        if hidden_size % heads:
+            raise fields.error("d_model", f"{hidden_size} is not a multiple of {name}_attention_heads={heads}")
+    if encoder["num_mel_bins"] not in (80, 128):
+        raise fields.unsupported("num_mel_bins", str(encoder["num_mel_bins"]), (80, 128))
+    if fields.size("max_source_positions", POSITIONS) != POSITIONS:
+        raise fields.unsupported("max_source_positions", str(fields.values["max_source_positions"]), [POSITIONS])
+    return {
+        "num_kv_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "rms_norm_eps": 1e-5,
+        "rope": UNROTATED,
+        "sliding_windows": (None, STATE) * (fields.size("num_hidden_layers") // 2),
+        "state": ((2, POSITIONS, hidden_size),),
+        "encoded_positions": POSITIONS,
+        "activation": fields.activation("activation_function", "gelu"),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
+        "mixer": encoder,
+        "undivided": "its encoder is not divided",
+    }
+
+
+def rename(name: str, config: ModelConfig) -> str:
+    """The name of a checkpoint's tensor in this model."""
+    for there, here in NAMES.items():
+        name = name.replace(there, here)
+    if not (match := re.match(r"model\.layers\.(\d{1,4})\.(self_attn)?", name)):
+        return name
+    if match[2]:
+        return f"model.layers.{2 * int(match[1])}{name[match.end(1) :]}".replace("self_attn_layer_norm", NORM)
+    name = name.replace("encoder_attn_layer_norm", NORM).replace("encoder_attn", "self_attn")
+    return f"model.layers.{2 * int(match[1]) + 1}{name[match.end(1) :]}"
+
+
+def make_model(config: ModelConfig) -> Decoder:
+    decoder: Any = Decoder(config, [make_layer(config, index) for index in range(config.num_layers)])
+    decoder.norm = make_layer_norm(config)
+    decoder.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
+    decoder.encoders = nn.ModuleDict({"audio": AudioEncoder(config)})
+    return decoder
+
+
+def make_layer(config: ModelConfig, index: int) -> nn.Module:
+    return CrossLayer(config, index) if config.sliding_windows[index] == STATE else SelfLayer(config, index)
+
+
+def make_layer_norm(config: ModelConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class SelfLayer(DecoderLayer):
+    """x + attention(norm(x))"""
+
+    def __init__(self, config: ModelConfig, index: int):
+        nn.Module.__init__(self)
+        self.input_layernorm = make_layer_norm(config)  # type: ignore[assignment]
+        self.self_attn = WhisperAttention(config, index)
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        return x + self.self_attn.o_proj(attended.flatten(1))
+
+
+class WhisperAttention(SelfAttention):
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__(config, index, o_bias=True)
+        self.q_bias = nn.Parameter(torch.empty(config.hidden_size))
+        self.v_bias = nn.Parameter(torch.empty(config.hidden_size))
+
+    def rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As in SelfAttention, without a rotation."""
+        q, k, v = heads.split(self.num_heads, dim=1)
+        return q + self.q_bias.view(-1, self.head_dim), k, v + self.v_bias.view(-1, self.head_dim)
+
+
+class CrossLayer(nn.Module):
+    """x = x + attention(norm(x), encoded); x + mlp(norm(x))"""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        self.input_layernorm = make_layer_norm(config)
+        self.self_attn = CrossAttention(config, index)  # named as the attention of other layers, for compiled steps
+        self.fc1, self.fc2, self.final_layer_norm = feed_forward(config, config.intermediate_size)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        """As `DecoderLayer.forward`."""
+        attended = self.self_attn.attend(self.before(x, *step.rotations[0]), step)
+        return self.after(*step.keep(self.self_attn, x, attended))
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The part before attention: the queries [T, num_heads, head_dim], not rotated."""
+        return self.self_attn.q_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.self_attn.head_dim))
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """As `DecoderLayer.after`."""
+        x = x + self.self_attn.o_proj(attended.flatten(1))
+        return x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
+
+
+class CrossAttention(nn.Module):
+    """The projections around the attention over what the encoder has computed."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        size, self.index, self.scoring = config.hidden_size, index, PLAIN
+        self.rope, self.head_dim, self.num_positions = 0, config.head_dim, config.encoded_positions
+        self.q_proj = Linear(size, size, bias=True)
+        self.kv_proj = Linear(size, {"k_proj": size, "v_proj": size})
+        self.v_bias = nn.Parameter(torch.empty(size))
+        self.o_proj = Linear(size, size, bias=True)
+
+    def keys_and_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
+        """encoded [positions, hidden_size] -> K and V, [positions, num_heads, head_dim]"""
+        k, v = self.kv_proj(encoded).unflatten(-1, (2, -1, self.head_dim)).unbind(1)
+        return k, v + self.v_bias.view(-1, self.head_dim)
+
+    def attend(self, q: Tensor, step: StepContext) -> Tensor:
+        """q [T, num_heads, head_dim] -> the same, attended to the positions of each token's sequence.
+
+        Products are computed in float32 at least, and in float32 nothing is copied.
+        """
+        pages: Any = step.attention_of(self)
+        k, v = views(movable(step.kv_caches[self.index]), self.head_dim)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        queries = (q.to(exact) * self.head_dim**-0.5).transpose(0, 1).split(pages.counts.tolist(), dim=1)
+        attended = []
+        for block, of_one in zip(pages.targets.tolist(), queries, strict=True):
+            weights = (of_one @ k[block, :, :, : self.num_positions].to(exact)).softmax(-1)
+            attended.append(weights @ v[block, :, : self.num_positions].to(exact))
+        return torch.cat(attended, dim=1).transpose(0, 1).to(q.dtype)
+
+
+class AudioEncoder(nn.Module):
+    """The `spectrogram` of 30 seconds, [num_mel_bins, FRAMES] (audio/mel.py) -> [POSITIONS, hidden_size]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size = config.hidden_size
+        self.conv1 = nn.Conv1d(config.mixer["num_mel_bins"], size, kernel_size=3, padding=1)
+        self.conv2 = nn.Conv1d(size, size, kernel_size=3, stride=2, padding=1)
+        self.embed_positions = Embedding(POSITIONS, size)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.mixer["num_layers"]))
+        self.layer_norm = make_layer_norm(config)
+
+    def forward(self, payload: dict[str, Tensor]) -> Tensor:
+        x = payload["spectrogram"].to(self.conv1.weight.dtype)[None]
+        x = F.gelu(self.conv2(F.gelu(self.conv1(x))))[0].T + self.embed_positions.weight.matrix
+        for layer in self.layers:
+            x = layer(x)
+        return self.layer_norm(x)
+
+
+class EncoderLayer(nn.Module):
+    """Attention and a feed-forward layer, each after a norm. Shape: [POSITIONS, hidden_size] -> same."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        size, self.num_heads = config.hidden_size, config.mixer["num_heads"]
+        self.self_attn_layer_norm = make_layer_norm(config)
+        self.self_attn = nn.Module()
+        self.self_attn.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size, "v_proj": size})
+        self.self_attn.q_bias = nn.Parameter(torch.empty(size))
+        self.self_attn.v_bias = nn.Parameter(torch.empty(size))
+        self.self_attn.o_proj = Linear(size, size, bias=True)
+        self.fc1, self.fc2, self.final_layer_norm = feed_forward(config, config.mixer["intermediate_size"])
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        attention: Any = self.self_attn
+        q, k, v = attention.qkv_proj(self.self_attn_layer_norm(x)).chunk(3, dim=-1)
+        heads = (part.unflatten(-1, (self.num_heads, -1)) for part in (q + attention.q_bias, k, v + attention.v_bias))
+        # With a batch of one: plain attention on a CPU is slower without.
+        attended = F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in heads))[0]
+        x = x + attention.o_proj(attended.transpose(0, 1).flatten(1))
+        x = x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
+        if x.dtype == torch.float16:  # as transformers does
+            most = torch.finfo(x.dtype).max - 1000
+            x = x.clamp(-most, most)
+        return x
+
+
+def feed_forward(config: ModelConfig, size: int) -> tuple[Linear, Linear, nn.LayerNorm]:
+    up, down = Linear(config.hidden_size, size, bias=True), Linear(size, config.hidden_size, bias=True)
+    return up, down, make_layer_norm(config)
