@@ -38,6 +38,7 @@ from nanopage.startup import worker_process
 from nanopage.startup.worker import build_worker
 from nanopage.step import Capacity, Executor
 from nanopage.text.tokenizer import Tokenizer
+from nanopage.vision.setup import make_image_reader
 from nanopage.weights import hub, loader
 from nanopage.worker.executor import LocalExecutor
 
@@ -63,6 +64,7 @@ def build_engine(
     path = hub.resolve(None if config.model is None else str(config.model))
     checkpoint = loader.open_checkpoint(path)
     config, model_config, tokenizer = _read_model(config, _read_config(config, checkpoint), checkpoint, path)
+    read_images = make_image_reader(config, model_config, path, tokenizer)
     executor: Executor
     if config.is_distributed:
         start_links = _start_actors if config.distributed_executor_backend == "ray" else start_processes
@@ -92,6 +94,8 @@ def build_engine(
     if model_config.encoded_positions:
         processor.prompts.needed = "multi_modal_data"
         processor.prompts.item_readers["multi_modal_data"] = partial(read_audio, model_config)
+    if read_images is not None:
+        processor.prompts.item_readers["multi_modal_data"] = read_images
     if config.enable_lora:
         processor.adapters = Adapters(config, model_config)
     if model_config.pooling is not None:

@@ -261,7 +261,7 @@ class LLM:
 
     def count_tokens(self, messages: list[dict]) -> int:
         """The number of prompt tokens of a conversation."""
-        return len(self._chat_prompt(messages)["prompt_token_ids"])
+        return len(self.engine.input_processor.prompts.read(self._chat_prompt(messages)).token_ids)
 
     def _chat_prompt(self, messages: list[dict], **template: Any) -> dict:
         """The prompt of a conversation. `template`: further arguments of `Tokenizer.render_chat`."""

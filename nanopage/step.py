@@ -73,6 +73,7 @@ class Item:
     hash      of kind and payload, 32 bytes
     payload   what an encoder reads
     cost      how much of its encoder's budget for a step it takes, in tokens
+    whole     whether its tokens see each other, so that no chunk of a prompt may cut it
     """
 
     kind: str
@@ -81,6 +82,7 @@ class Item:
     hash: bytes
     payload: dict[str, np.ndarray] = field(compare=False)
     cost: int = 0
+    whole: bool = False
 
 
 @dataclass(slots=True)

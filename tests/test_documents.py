@@ -27,6 +27,7 @@ import pytest
 import yaml
 from encoders import tiny_encoder, write_modules
 from helpers import LONG, bench_command, tiny_model
+from seeing import idefics_model
 from tokenizers import Tokenizer
 from typer.main import get_command
 
@@ -56,6 +57,9 @@ def models(tmp_path_factory):
         directory.mkdir()
         if "MiniLM" in name:
             return write_modules(tiny_encoder(directory))
+        if "SmolVLM" in name:
+            idefics_model(directory)
+            return directory
         if "bge-reranker" in name:
             return tiny_encoder(directory, "xlm-roberta", num_labels=1)
         family, length = ("qwen3", 4096) if "Qwen3" in name else ("llama", 512)

@@ -79,6 +79,11 @@ MAX_SIZES = {
     "num_mel_bins": 2**10,
     "max_source_positions": 2**16,
     "max_target_positions": 2**16,
+    "image_size": 2**13,
+    "patch_size": 2**10,
+    "scale_factor": 2**6,
+    "longest_edge": 2**13,
+    "mm_tokens_per_image": 2**14,
 }
 
 # The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.
@@ -109,6 +114,7 @@ RANGES = {
     "attention_multiplier": (1e-6, 1e6),
     "logits_scaling": (1e-6, 1e6),
     "routed_scaling_factor": (1e-6, 1e6),
+    "rescale_factor": (1e-9, 1e6),
     "swiglu_alpha": (1e-3, 1e3),
     "swiglu_limit": (1e-3, 1e6),
 }

@@ -33,7 +33,7 @@ Flag = Annotated[bool, Meta(description="True or False")]
 Gib = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a finite number above 0")]
 SwapGib = Annotated[float, Meta(ge=0, le=sys.float_info.max, description="a finite number of at least 0")]
 Share = Annotated[float, Meta(gt=0, le=1, description="a number above 0 and at most 1")]
-WORDS = {int: "an integer", dict: "a dict", str: "a string", type(None): "None"}
+WORDS = {list[str]: "a list of strings", int: "an integer", dict: "a dict", str: "a string", type(None): "None"}
 
 
 def check_fields(options: Any, but: tuple[str, ...] = ()) -> None:

@@ -37,9 +37,7 @@ ENGINE: Neutral = {
     "lora_dtype": (("auto",), "adapters have the dtype of the activations"),
     "default_mm_loras": ((None,), "prompts are text"),
     "enable_sleep_mode": ((False,), "an engine cannot sleep"),
-    "limit_mm_per_prompt": ((None, {}), "prompts are text"),
-    "mm_processor_kwargs": ((None, {}), "prompts are text"),
-    "allowed_local_media_path": (("",), "prompts are text"),
+    "mm_processor_kwargs": ((None, {}), "images are prepared as the model's files say"),
     "compilation_config": ((None, {}), "what is compiled is chosen by enforce_eager"),
     "override_generation_config": ((None, {}), "give SamplingParams instead"),
     "max_logprobs": ((20,), "a token has at most the 20 highest log-probabilities and its own"),
@@ -80,8 +78,8 @@ POOLING_CALL: Neutral = {
 }
 CALL: Neutral = {
     "tokenization_kwargs": ((None, {}), "prompts are encoded whole"),
-    "mm_processor_kwargs": ((None, {}), "prompts are text"),
-    "chat_template_content_format": (("auto", "string"), "templates see the content of a message as a string"),
+    "mm_processor_kwargs": ((None, {}), "images are prepared as the model's files say"),
+    "chat_template_content_format": (("auto", "string"), "templates see the content of a message as they need it"),
     "concurrency_limit": ((None,), "max_num_seqs of the engine bounds what runs at once"),
 }
 

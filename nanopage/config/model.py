@@ -131,6 +131,7 @@ class ModelConfig:
     first_position: int = 0
     pooling: PoolingConfig | None = None  # what is made instead of text
     from_gguf: bool = False
+    encoders: dict[str, Any] = field(default_factory=dict)  # by the kind of items that they read, such as "image"
     model_impl: str = "nanopage"
 
     @property

@@ -93,6 +93,9 @@ class EngineConfig:
         max_loras: adapters in memory, and so the most that running requests may have.
         max_lora_rank: the highest rank of an adapter, at most 512. Every adapter takes the memory of this rank.
         enable_prompt_embeds: prompts may be {"prompt_embeds": tensor} (see docs/prompt-embeddings.md).
+        limit_mm_per_prompt: the most images of a prompt, as {"image": 4}. None: 16.
+        allowed_local_media_path: a directory whose files may be images of prompts, as file URLs.
+        allowed_media_domains: hosts whose images may be fetched. None: images come as data URLs (see docs/images.md).
         load_format: "auto" reads the model's weights, "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs). Without tokenizer.json, prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
@@ -143,6 +146,9 @@ class EngineConfig:
     max_loras: Count = 1
     max_lora_rank: Annotated[int, integer(1, 512)] = 16
     enable_prompt_embeds: Flag = False
+    limit_mm_per_prompt: dict | None = None
+    allowed_local_media_path: str = ""
+    allowed_media_domains: list[str] | None = None
     load_format: Literal["auto", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     model_impl: Literal["auto", "nanopage", "transformers"] = "auto"

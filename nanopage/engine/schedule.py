@@ -286,6 +286,10 @@ def next_work(group: SequenceGroup, budget: int) -> Work:
         if group.marks and num_tokens > 1:
             left = [mark - seq.num_computed_tokens for mark in group.marks if mark > seq.num_computed_tokens]
             num_tokens = min([num_tokens, *left])
+        for item in group.items:
+            before = item.position - seq.num_computed_tokens
+            if item.whole and before < num_tokens < before + item.length:
+                num_tokens = before if before > 0 else before + item.length
         if num_tokens > 0:  # a beam may have to wait for the others
             work.append((seq, num_tokens))
             budget -= num_tokens

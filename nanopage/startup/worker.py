@@ -34,6 +34,7 @@ from nanopage.pooling.encode import Encode
 from nanopage.startup.options import refused
 from nanopage.state.layer_kinds import LayerKinds, divide_layers
 from nanopage.step import Capacity
+from nanopage.vision.whole import WholeWay
 from nanopage.weights import loader
 from nanopage.weights.storage import BLOCKS, choose_storage, store, why_eager
 from nanopage.worker.setup import Setup
@@ -108,6 +109,8 @@ def build_worker(
         logger.info(f"the weights of {path.name} ({quantized.method}: {quantized.layout}) become {becomes}")
     if part.is_first and not model_config.is_encoder and (config.enable_prompt_embeds or model.encoders):
         wings.items = ItemRows(model_config, model.encoders, setup.dtype, device)
+        if getattr(model_config.encoders.get("image"), "whole", False):
+            wings.wrap = partial(WholeWay, items=wings.items)
     if config.enable_lora:
         model = attach_adapters(setup, model, wings, _choose_add(setup))
     if ranks is not None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 from nanopage import escaped
 from nanopage.files.limited_process import LimitedProcess, Limits
 from nanopage.files.model_files import find_surrogate, shown
+from nanopage.text.image_parts import IMAGE, for_template
 
 MAX_CHARACTERS = 8_000_000  # of a template's output. JSON writes a character as at most six bytes
 
@@ -77,6 +78,7 @@ class TemplateRenderer:
         if continue_final_message:
             check_final_message(messages)
             messages[-1]["content"] += END_MARK
+        messages = for_template(messages, source)
         variables = {
             "messages": messages,
             "tools": tools,
@@ -103,12 +105,14 @@ def normalize_messages(messages: list[dict]) -> list[dict]:
     Args:
         messages: dicts with "role" and "content", and optionally "name", "tool_calls", "tool_call_id" and
             "reasoning_content". The content is a string, or a list of parts {"type": "text", "text": ...}, which are
-            joined by newlines, as in vLLM. An assistant's message needs no content, and its parts may also be {"type":
-            "refusal", "refusal": ...}. The arguments of a tool call are an object, the JSON text of one, or whatever
-            else a model has written there, such as JSON that a limit has cut off.
+            joined by newlines, as in vLLM, unless an image is among them, an IMAGE (see image_parts.py). An assistant's
+            message needs no content, and its parts may also be {"type": "refusal", "refusal": ...}. The arguments of a
+            tool call are an object, the JSON text of one, or whatever else a model has written there, such as JSON that
+            a limit has cut off.
 
-    Returns: new messages, with all contents strings. Arguments that are not an object stay what they are. For a
-        template that fails on them, the renderer replaces them with {}, and then all arguments with JSON text.
+    Returns: new messages, with contents that are strings, or lists of parts if there are images. Arguments that are not
+        an object stay what they are. For a template that fails on them, the renderer replaces them with {}, and then
+        all arguments with JSON text.
 
     Raises:
         ValueError, TypeError: naming what is wrong.
@@ -137,8 +141,14 @@ def _normalize_message(message: dict, name: str) -> dict:
     content = normal["content"]
     if isinstance(content, list):
         kinds = ("text", "refusal") if message["role"] == "assistant" else ("text",)
-        parts = [_part_text(part, f"{name}['content'][{i}]", kinds) for i, part in enumerate(content)]
-        normal["content"] = "\n".join(parts)
+        parts = [
+            part if part == IMAGE else _part_text(part, f"{name}['content'][{i}]", kinds)
+            for i, part in enumerate(content)
+        ]
+        if IMAGE in parts:
+            normal["content"] = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        else:
+            normal["content"] = "\n".join(parts)
     elif content is None and message["role"] == "assistant":
         normal["content"] = ""  # as in vLLM
     else:
@@ -163,6 +173,8 @@ def check_final_message(messages: list[dict]) -> None:
             f"messages[{len(messages) - 1}]['tool_calls'] and continue_final_message=True exclude each other: the "
             "model goes on with the content of a message, which comes before its calls"
         )
+    if not isinstance(messages[-1]["content"], str):
+        raise ValueError("continue_final_message=True does not work with images in the last message")
 
 
 def _normalize_tool_calls(calls: list[dict], name: str) -> list[dict]:

@@ -355,7 +355,10 @@ def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
     files = {path.stem: path for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if exists(template):
         files["default"] = template
-    written = None if files else config.get("chat_template")
+    written, of_processor = config.get("chat_template"), directory / "chat_template.json"
+    if written is None and exists(of_processor):  # of older models that see images
+        written = read_json(of_processor).get("chat_template")
+    written = None if files else written
     config["chat_templates"] = _named_templates(file, written) | {name: read_text(files[name]) for name in files}
     return config
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanopage.text.chat_template import check_final_message, normalize_messages
+from nanopage.text.image_parts import take_images
 from nanopage.text.reasoning import END_THINK, THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 
@@ -32,10 +33,12 @@ def make_prompt(
     tools: list[dict] | None = None,
     **options: Any,
 ) -> dict:
-    """The prompt of a conversation as the engine takes it. Arguments and errors are those of `render_chat`.
+    """The prompt of a conversation as the engine takes it. Messages may have images (see image_parts.py). Arguments and
+    errors are those of `render_chat`.
 
     Args: encode: the engine's; its errors are raised.
     """
+    messages, images = take_images(messages)
     text = render_chat(tokenizer, messages, tools, **options)
     # The template writes the special tokens itself: none is added twice.
     ids = encode(text, add_special_tokens=False)
@@ -48,7 +51,8 @@ def make_prompt(
             without = render_chat(tokenizer, [*plain, *own], described, **options)
             begun = last_mark(tokenizer, encode(without, add_special_tokens=False)) == THINK
     thinks = begun or knows_reasoning(tokenizer.template_for(tools is not None, options.get("chat_template")))
-    return {"prompt": text, "prompt_token_ids": ids, "reasoning": begun if thinks else None}
+    prompt = {"prompt": text, "prompt_token_ids": ids, "reasoning": begun if thinks else None}
+    return prompt | {"multi_modal_data": {"image": images}} if images else prompt
 
 
 def render_chat(tokenizer: Tokenizer, messages: list[dict], tools: list[dict] | None = None, **options: Any) -> str:

@@ -48,7 +48,8 @@ class EngineArgs(EngineConfig):
             if kind is bool:
                 given["action"] = argparse.BooleanOptionalAction
             else:
-                given |= {"type": _json_object if kind is dict else kind, "metavar": metavar}
+                parse: dict = {dict: _json_object, list: lambda text: text.split(",")}
+                given |= {"type": parse.get(kind, kind), "metavar": metavar}
             if default is not None:
                 given["help"] += " (default: %(default)s)"
             parser.add_argument(option, **given)
@@ -124,13 +125,15 @@ def _options() -> dict[str, tuple[type, typing.Any, str | None, str]]:
 
 def _kind(annotation) -> type:
     """The type of an option that may be None, or one of several names."""
-    for kind in (str, bool, int, float, dict):
-        if annotation is kind or kind in typing.get_args(annotation):
+    for kind in (str, bool, int, float, dict, list):
+        if kind in (typing.get_origin(part) or part for part in (annotation, *typing.get_args(annotation))):
             return kind
     return str  # a Literal
 
 
 def _json_object(text: str) -> dict:
+    if re.fullmatch(r"\w+=\d{1,9}(,\w+=\d{1,9})*", text):  # vLLM's other form: image=4
+        return {name: int(number) for name, number in (part.split("=") for part in text.split(","))}
     try:
         value = json.loads(text)
     except ValueError as error:

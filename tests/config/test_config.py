@@ -22,6 +22,7 @@ from nanopage.layers.rotary import inverse_frequencies
 from nanopage.models import find_family
 from nanopage.reading.config import config_from_dict, config_from_directory
 from nanopage.reading.rope import ROPE_NUMBERS, ROPE_TYPES
+from nanopage.vision.setup import OPTIONS as OPTIONS_OF_IMAGES
 from nanopage.weights import loader
 
 ARCHITECTURES = {
@@ -88,6 +89,7 @@ OTHER_SIZES = (
     "shared_intermediate_size",
     *("d_model", "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"),
     *("encoder_ffn_dim", "decoder_ffn_dim", "num_mel_bins", "max_source_positions", "max_target_positions"),
+    *("image_size", "patch_size", "scale_factor", "longest_edge", "mm_tokens_per_image"),  # tests/vision has them
 )  # two are an encoder's; tests/models and tests/recurrent have the last lines
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 FLAGS = ["enable_prompt_embeds", "enable_prefix_caching", "enforce_eager", "enable_lora"]
@@ -135,6 +137,9 @@ PASS = cases(
         (["swap_space"], [None, 0, 0.0, 1e-6, 4, 4000]),
         (["pooler_config"], [None, {}, {"pooling_type": "MEAN"}, {"pooling_type": "CLS", "normalize": False}]),
         (["hf_overrides"], [None, {}, RERANKER, RERANKER | {"is_original_qwen3_reranker": True}]),
+        (["limit_mm_per_prompt"], [None, {}, {"image": 4}]),
+        (["allowed_local_media_path"], ["", "media"]),
+        (["allowed_media_domains"], [None, [], ["a.org"]]),
     ]
 )
 OUT_OF_RANGE = cases(
@@ -196,6 +201,9 @@ WRONG_TYPE = cases(
         (["swap_space"], [True, "4", [4]]),
         (["pooler_config"], ["MEAN", [], {"normalize": 1}]),
         (["hf_overrides"], ["a", [], RERANKER | {"is_original_qwen3_reranker": 1}]),
+        (["limit_mm_per_prompt"], [4, "image", [4]]),
+        (["allowed_local_media_path"], [None, 5, Path("media")]),
+        (["allowed_media_domains"], ["a.org", 5, [5]]),
         (
             ["speculative_config"],
             [
@@ -220,6 +228,7 @@ def test_the_tables_have_every_engine_option():
         "async_scheduling",
         EXPERTS,
         *FLAGS,
+        *OPTIONS_OF_IMAGES,  # tests/vision
     }
     assert {param.values[0] for param in WRONG_TYPE} == options - {*CHOICES}
 

@@ -1,0 +1,106 @@
+"""Gemma 3 with images (Gemma Team 2025): the text model of gemma3.py, and SigLIP's tower. An image is always scaled to
+the size of the tower, whose hidden states are averaged over squares of patches. The tokens of an image see each other
+(see vision/whole.py)."""
+
+import math
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanopage.checks.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.families import gemma3
+from nanopage.families.gemma3 import make_layer
+from nanopage.layers.norm import RMSNorm
+from nanopage.vision.config import read_siglip
+from nanopage.vision.gemma3 import Gemma3Config, read_images
+from nanopage.vision.siglip import SiglipTower
+
+__all__ = ["make_layer", "read_images"]
+
+ARCHITECTURES = ("Gemma3ForConditionalGeneration",)
+GGUF_ARCHITECTURE = ""
+GGUF_TENSORS: dict[str, str] = {}
+ENCODER = "model.encoders.image."
+DEFAULTS = {  # of text_config, which is often left short
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+}
+
+
+def text_fields(fields: Fields) -> Fields:
+    """As in idefics3.py."""
+    text = fields.object("text_config").values
+    tied = {"tie_word_embeddings": fields.values.get("tie_word_embeddings", True)}
+    return Fields(DEFAULTS | fields.values | text | tied, fields.source)
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    special = gemma3.read_config(fields, "Gemma3ForCausalLM")
+    if special["logit_softcap"]:  # transformers reads the field and ignores it in this model
+        raise fields.unsupported("final_logit_softcapping", "of Gemma 3 with images")
+    tokens, token = fields.size("mm_tokens_per_image", 256), fields.values.get("image_token_index", 262_144)
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < fields.size("vocab_size"):
+        raise fields.error("image_token_index", "must be a token of the vocabulary")
+    vision = fields.object("vision_config")
+    tower = read_siglip(Fields(vision.values, f"{fields.source}: vision_config"), 16, 12, 12)
+    side = math.isqrt(tokens)
+    if side**2 != tokens or tower.side % side:
+        raise fields.error("mm_tokens_per_image", f"{tokens} is not the square of a divisor of {tower.side} patches")
+    windows = [window for window in special["sliding_windows"] if window is not None]
+    if min(windows, default=tokens) < tokens:
+        raise fields.error("sliding_window", f"is less than the {tokens} tokens of an image")
+    return special | {"encoders": {"image": Gemma3Config(tower, tokens, token)}}
+
+
+def rename(name: str, config: ModelConfig) -> str | None:
+    """The name here of a tensor of a checkpoint, as transformers 4 or 5 wrote it."""
+    name = re.sub(r"^language_model\.(?=lm_head\.)", "", name)
+    name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
+    name = re.sub(r"^(model\.)?vision_tower\.(vision_model\.)?", f"{ENCODER}vision_tower.", name)
+    name = re.sub(r"^(model\.)?multi_modal_projector\.", f"{ENCODER}multi_modal_projector.", name)
+    return None if name.startswith(f"{ENCODER}vision_tower.head.") else name  # SigLIP's own, for whole images
+
+
+def make_encoders(config: ModelConfig) -> dict[str, nn.Module]:
+    """What computes the rows of images."""
+    return {"image": Gemma3Encoder(config.encoders["image"], config.hidden_size)}
+
+
+class Gemma3Encoder(nn.Module):
+    """Makes the rows of an image."""
+
+    def __init__(self, config: Gemma3Config, hidden_size: int):
+        super().__init__()
+        self.config, self.vision_tower = config, SiglipTower(config.tower)
+        self.multi_modal_projector = Projector(config.tower.hidden_size, hidden_size, config.tower.layer_norm_eps)
+
+    def forward(self, payload: dict[str, Tensor]) -> Tensor:
+        """payload: as of Idefics3Encoder. Returns: [tokens, hidden_size]"""
+        pixels, scale, offset = (payload[name] for name in ("pixels", "scale", "offset"))
+        side = self.config.tower.side
+        prepared = pixels * scale[:, None, None] + offset[:, None, None]
+        x = self.vision_tower(prepared, torch.arange(side**2, device=pixels.device))
+        pooled = F.avg_pool2d(x.T.view(-1, side, side), side // math.isqrt(self.config.tokens))
+        return self.multi_modal_projector(pooled.flatten(1).T)
+
+
+class Projector(nn.Module):
+    """A norm and a projection from the tower's size to the text model's. Shapes: [T, in] -> [T, out]"""
+
+    def __init__(self, in_features: int, out_features: int, eps: float):
+        super().__init__()
+        self.mm_soft_emb_norm = RMSNorm(in_features, eps, 1.0)
+        self.mm_input_projection_weight = nn.Parameter(torch.empty(in_features, out_features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mm_soft_emb_norm(x) @ self.mm_input_projection_weight

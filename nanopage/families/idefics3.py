@@ -1,0 +1,93 @@
+"""Idefics3 and SmolVLM (Hugging Face 2024, 2025): Llama, and SigLIP's tower for images.
+
+A square of an image becomes patches, of which the tower makes hidden states. The connector joins those of neighboring
+patches (pixel shuffle, Shi et al. 2016) and projects them to the size of the text model.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanopage.checks.fields import Fields
+from nanopage.config.model import ModelConfig
+from nanopage.models import llama
+from nanopage.models.llama import make_layer
+from nanopage.vision.config import read_siglip
+from nanopage.vision.idefics3 import Idefics3Config, read_images
+from nanopage.vision.siglip import SiglipTower
+
+__all__ = ["make_layer", "read_images"]
+
+ARCHITECTURES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
+GGUF_ARCHITECTURE = ""
+GGUF_TENSORS: dict[str, str] = {}
+ENCODER = "model.encoders.image."
+
+
+def text_fields(fields: Fields) -> Fields:
+    """The fields of the text model, from a config.json that has them in text_config, beside vision_config."""
+    text = fields.object("text_config")
+    if text.values.get("model_type", "llama") != "llama":
+        raise fields.unsupported("text_config", f"of the type {text.values['model_type']!r:.100}", ["llama"])
+    # transformers takes only the outer field for the head.
+    tied = {"tie_word_embeddings": fields.values.get("tie_word_embeddings", False)}
+    return Fields(fields.values | text.values | tied, fields.source)
+
+
+def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
+    """As in llama.py."""
+    token = fields.values.get("image_token_id", 128_257)
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < fields.size("vocab_size"):
+        raise fields.error("image_token_id", "must be a token of the vocabulary")
+    vision = fields.object("vision_config")
+    tower = read_siglip(Fields(vision.values, f"{fields.source}: vision_config"), 32, 12, 16)
+    image = Idefics3Config(tower, fields.size("scale_factor", 2), token)
+    return llama.read_config(fields, "LlamaForCausalLM") | {"encoders": {"image": image}}
+
+
+def rename(name: str, config: ModelConfig) -> str | None:
+    """The name here of a tensor of a checkpoint."""
+    name = re.sub(r"^model\.text_model\.", "model.", name)
+    return re.sub(r"^model\.(vision_model|connector)\.", rf"{ENCODER}\1.", name)
+
+
+def make_encoders(config: ModelConfig) -> dict[str, nn.Module]:
+    """What computes the rows of images."""
+    return {"image": Idefics3Encoder(config.encoders["image"], config.hidden_size)}
+
+
+class Idefics3Encoder(nn.Module):
+    """Makes the rows of a square of an image."""
+
+    def __init__(self, config: Idefics3Config, hidden_size: int):
+        super().__init__()
+        self.config, self.vision_model = config, SiglipTower(config.tower)
+        joined = config.tower.hidden_size * config.scale_factor**2
+        proj = nn.Linear(joined, hidden_size, bias=False)
+        self.connector = nn.ModuleDict({"modality_projection": nn.ModuleDict({"proj": proj})})
+
+    def forward(self, payload: dict[str, Tensor]) -> Tensor:
+        """Compute the rows of the tokens of a square.
+
+        Args: payload: "pixels" uint8 [3, size, size]; "scale" and "offset", float32 [3], which prepare them.
+        Returns: [length, hidden_size]
+        """
+        pixels, scale, offset = (payload[name] for name in ("pixels", "scale", "offset"))
+        tower, factor = self.config.tower, self.config.scale_factor
+        side = pixels.shape[1] // tower.patch_size
+        prepared = pixels * scale[:, None, None] + offset[:, None, None]
+        x = self.vision_model(prepared, _positions(side, tower.side, pixels.device))
+        x = x.view(side // factor, factor, side // factor, factor, -1).transpose(1, 2)
+        proj: nn.Module = self.connector["modality_projection"]["proj"]  # type: ignore[index]
+        return proj(x.reshape((side // factor) ** 2, -1))
+
+
+def _positions(side: int, known_side: int, device: torch.device) -> Tensor:
+    """The rows of `side` x `side` patches in position embeddings for `known_side` x `known_side`, as transformers
+    computes them, rounding included."""
+    boundaries = torch.arange(1 / known_side, 1.0, 1 / known_side, device=device)
+    places = torch.arange(side, dtype=torch.float32, device=device) * (1.0 / torch.tensor(side, device=device))
+    rows = torch.bucketize(places.clamp(max=1.0 - 1e-6), boundaries, right=True)
+    return (rows[:, None] * known_side + rows).flatten()

@@ -1,0 +1,137 @@
+"""ImageReader: the images of prompts, as items. build.py attaches one to an engine whose model sees images."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from nanopage.files.model_files import shown
+from nanopage.items.items import make_item
+from nanopage.text.prompts import TokenizedPrompt
+from nanopage.text.tokenizer import Tokenizer
+from nanopage.vision.config import Pixels
+from nanopage.vision.images import to_rgb
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_IMAGES = 16  # of a prompt, without limit_mm_per_prompt
+
+
+class Images(Protocol):
+    """How a model's images are prepared (vision/idefics3.py, vision/gemma3.py).
+
+    pixels: how the encoder prepares pixels. tokens: of each array that `read` returns.
+    placeholder: what stands for an image in a prompt.
+    """
+
+    pixels: Pixels
+    tokens: int
+    placeholder: str
+
+    def read(self, image: "Image") -> tuple[str, list[np.ndarray]]:
+        """The text in place of an image's placeholder, and what its tokens stand for: uint8 [3, height, width]."""
+
+
+class ImageConfig(Protocol):
+    """image_token: the token of which `Images.tokens` stand for an array. whole: see `Item`."""
+
+    image_token: int
+    whole: bool
+
+
+class ImageReader:
+    """Puts the images of a prompt where its placeholders are.
+
+    Args:
+        images: how they are prepared.
+        config: the model's, of its images.
+        tokenizer: the model's.
+        fetch: the image of a URL. Raises: ValueError.
+        most: images of a prompt.
+
+    Raises: ValueError if the tokenizer lacks the placeholder.
+    """
+
+    def __init__(
+        self, images: Images, config: ImageConfig, tokenizer: Tokenizer, fetch: "Callable[[str], Image]", most: int
+    ):
+        self.images, self.config, self.tokenizer = images, config, tokenizer
+        self.fetch, self.most = fetch, most
+        place = tokenizer.backend.token_to_id(images.placeholder)
+        if place is None:
+            raise ValueError(f"the tokenizer has no token {images.placeholder!r}, which stands for an image")
+        self.placeholder: int = place
+        pixels = images.pixels  # (pixel * factor - mean) / std = pixel * scale + offset
+        scale, offset = pixels.factor / np.array(pixels.std), -np.array(pixels.mean) / pixels.std
+        self.scaling = {"scale": scale.astype(np.float32), "offset": offset.astype(np.float32)}
+
+    def __call__(self, prompt: TokenizedPrompt, data: Any) -> None:
+        """Add images to a prompt, which has a placeholder for each.
+
+        Args: data: vLLM's {"image": an image or a list}; images are Pillow's, or URLs.
+        Raises: TypeError, ValueError naming what is wrong.
+        """
+        given = self.check(data)
+        if (found := prompt.token_ids.count(self.placeholder)) != len(given):
+            placeholder = self.images.placeholder
+            raise ValueError(f"the prompt has {placeholder!r} {found} times, but there are {len(given)} images")
+        left, token_ids, merges = iter(given), list[int](), False
+        for token_id in prompt.token_ids:
+            if token_id == self.placeholder:
+                text, arrays = self.images.read(next(left))
+                self._append(prompt, token_ids, text, arrays)
+                merges = text.endswith("\n")
+            elif merges and (text := self._newlines(token_id)):
+                self._append(prompt, token_ids, text, [])
+            else:
+                token_ids.append(token_id)
+                merges = False
+        prompt.token_ids = token_ids
+
+    def _append(self, prompt: TokenizedPrompt, token_ids: list[int], text: str, arrays: list[np.ndarray]) -> None:
+        """Append the tokens of a text to `token_ids`, and items to a prompt. Newlines at the end of `token_ids` and at
+        the start of the text become tokens together, as they would in a text."""
+        while text.startswith("\n") and token_ids and (before := self._newlines(token_ids[-1])):
+            text = before + text
+            token_ids.pop()
+        new, tokens = self.tokenizer.encode(text, add_special_tokens=False), self.images.tokens
+        places = [place for place, token_id in enumerate(new, len(token_ids)) if token_id == self.config.image_token]
+        if len(places) != tokens * len(arrays):
+            raise ValueError(f"the tokenizer does not make the token {self.config.image_token} of an image's text")
+        for place, array in zip(places[::tokens], arrays, strict=True):
+            item = make_item("image", place, tokens, {"pixels": array} | self.scaling, cost=tokens)
+            item.whole = self.config.whole
+            prompt.items.append(item)
+        token_ids += new
+
+    def _newlines(self, token_id: int) -> str:
+        """The text of a token, if it is only newlines."""
+        text = self.tokenizer.backend.decode([token_id])
+        return text if text.strip("\n") == "" else ""
+
+    def check(self, data: Any) -> "list[Image]":
+        """The RGB images of multi_modal_data. URLs are fetched. Raises: as `__call__`."""
+        if not isinstance(data, dict):
+            raise TypeError(f"multi_modal_data must be a dict, not {shown(data)}")
+        if unknown := data.keys() - {"image"}:
+            raise ValueError(f"multi_modal_data has {shown(min(map(str, unknown)))}: this model takes only 'image'")
+        given = data.get("image")
+        listed = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        self.check_number(listed)
+        images = []
+        for index, each in enumerate(listed):
+            try:
+                images.append(self.load(each))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"image {index}: {error}") from None
+        return images
+
+    def check_number(self, images: Sequence[Any]) -> None:
+        """Raises: ValueError if there are too many images."""
+        if len(images) > self.most:
+            raise ValueError(f"{len(images)} images are more than {self.most}: see limit_mm_per_prompt")
+
+    def load(self, image: Any) -> "Image":
+        """The RGB image of a Pillow image or of a URL. Raises: TypeError, ValueError naming what is wrong."""
+        return self.fetch(image) if isinstance(image, str) else to_rgb(image)

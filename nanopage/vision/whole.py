@@ -1,0 +1,95 @@
+"""Steps in which the tokens of an image see the whole image, also its later tokens (Gemma 3).
+
+Chunks of prompts do not cut such an image (`Item.whole`), so K and V of all its tokens are there when one of them
+attends. Such steps run eagerly, with attention in plain PyTorch. All other steps run as those of other models.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanopage.items.rows import ItemRows
+from nanopage.kernels.reference import PLAIN, Scoring
+from nanopage.state.pages import gather, write
+from nanopage.step import Batch
+from nanopage.worker.eager import Eager, Output, Pages, head_of, prepare, run_model
+
+
+class WholeWay:
+    """A way to run steps, for models whose images are seen whole.
+
+    Args: way: runs steps without images; if it is the eager way, this one runs steps with images.
+    """
+
+    def __init__(self, way: Any, items: ItemRows):
+        self.way, self.items = way, items
+
+    def fits(self, batch: Batch) -> bool:
+        return self.way.fits(batch) and (isinstance(self.way, Eager) or not self.items.reaches(batch))
+
+    def run(self, batch: Batch) -> Output:
+        if not isinstance(eager := self.way, Eager) or not self.items.reaches(batch):
+            return self.way.run(batch)
+        ahead = ahead_of(batch, self.items)
+        inputs = prepare(batch, eager.table)
+        step = inputs.step(eager.kv_cache, lambda pages: WholeAttention(pages.slot_mapping, pages, ahead))
+        return run_model(eager.model, batch, inputs.input_ids, step, eager.table, head_of(eager.model))
+
+
+def ahead_of(batch: Batch, items: ItemRows) -> Tensor:
+    """How many later tokens each token of a step sees: int64 [T], on the CPU."""
+    ahead, shift = torch.zeros(batch.num_tokens, dtype=torch.int64), 0
+    for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+        for item in items.left.get(row, ()):
+            first, end = max(start, item.position), item.position + item.length
+            if item.whole and first < end <= start + count:
+                ahead[shift + first - start : shift + end - start] = torch.arange(end - first - 1, -1, -1)
+        shift += count
+    return ahead
+
+
+@dataclass(slots=True)
+class WholeAttention:
+    """Attention of a step of T tokens (see layers/attention.py), one sequence after the other.
+
+    pages: where K and V are; slot_mapping: theirs.
+    ahead: int64 [T], on the CPU: how many later tokens each token sees.
+    """
+
+    slot_mapping: Tensor
+    pages: Pages
+    ahead: Tensor
+
+    def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
+        write(k, v, kv_cache, self.slot_mapping, *scales)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, scoring: Scoring = PLAIN, out: Tensor | None = None) -> Tensor:
+        out = torch.empty_like(q) if out is None else out
+        pages, start = self.pages, 0
+        scale, v_scale = scoring.for_cache(kv_cache, q.shape[2])
+        block_size = kv_cache.shape[3] // q.shape[2]
+        for table, count, length in zip(
+            pages.block_tables, pages.query_lens.tolist(), pages.seq_lens.tolist(), strict=True
+        ):
+            rows = slice(start, start + count)
+            start += count
+            # K and V of the sequence: [kv_heads, head_dim, tokens] and [kv_heads, tokens, head_dim]
+            blocks = table[None, : -(-length // block_size)].long()
+            k, v = (found[0].to(q.dtype) for found in gather(kv_cache, blocks, q.shape[2]))
+            queries = (q[rows] * scale).unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, ..]
+            scores = (queries @ k[:, None, :, :length]).to(torch.promote_types(q.dtype, torch.float32))
+            if scoring.softcap:
+                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+            scores = scores.masked_fill(self._hidden(rows, length, scoring.window).to(q.device), -torch.inf)
+            attended = scores.softmax(-1).to(q.dtype) @ v[:, None, :length]
+            out[rows] = v_scale * attended.permute(2, 0, 1, 3).flatten(1, 2)
+        return out
+
+    def _hidden(self, rows: slice, length: int, window: int | None) -> Tensor:
+        """Which of the `length` tokens of a sequence its last ones, `rows`, do not see: bool [queries, length]."""
+        ahead, keys = self.ahead[rows, None], torch.arange(length)
+        positions = keys[length - len(ahead) :, None]
+        hidden = keys > positions + ahead
+        return hidden if window is None else hidden | (keys <= positions - window)
