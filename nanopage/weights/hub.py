@@ -324,7 +324,7 @@ def convert_gguf(source: Path, directory: Path, progress: Progress) -> None:
     for name, start, written in read_tensors(stored_tensors([directory / WEIGHTS])):
         if not torch.equal(written, weights[name][start : start + len(written)]):
             raise OSError(f"{name} was not written to {WEIGHTS} as it should be: the disk is at fault")
-    checkpoint.save_tokenizer(directory)
+    checkpoint.vocabulary.save(directory)
     # transformers 4 reads torch_dtype and rope_theta. transformers 5 accepts both.
     config["torch_dtype"] = config.pop("dtype")
     (directory / "config.json").write_text(json.dumps(config, indent=2))

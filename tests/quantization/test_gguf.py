@@ -41,8 +41,11 @@ from nanopage.build import build_engine
 from nanopage.cpu.tiled import TiledWeight
 from nanopage.models import find_family
 from nanopage.quantization import gguf_checkpoint
-from nanopage.quantization.gguf_checkpoint import INSTEAD, LLAMA3, YARN_FIELDS, GGUFCheckpoint
+from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.quantization.gguf_fields import INSTEAD
 from nanopage.quantization.gguf_reader import read_header
+from nanopage.quantization.gguf_rope import YARN_FIELDS
+from nanopage.quantization.gguf_tokenizer import LLAMA3
 from nanopage.quantization.quantized import QuantizedWeight
 from nanopage.text.tokenizer import Tokenizer as NanopageTokenizer
 from nanopage.weights import loader
@@ -937,7 +940,7 @@ class TestTokenizer:
     def test_a_saved_tokenizer_is_the_same(self, tokenizers, tmp_path):
         vocabulary, ours = tokenizers
         write_gguf(tmp_path / "t.gguf", model_for(vocabulary), "llama", vocabulary)
-        GGUFCheckpoint(tmp_path / "t.gguf").save_tokenizer(tmp_path)
+        GGUFCheckpoint(tmp_path / "t.gguf").vocabulary.save(tmp_path)
         saved = NanopageTokenizer(tmp_path)
         for text in TEXTS:
             assert saved.encode(text, False) == ours.encode(text, False)
@@ -1031,7 +1034,7 @@ def test_the_ends_of_a_file_are_listed_once(plain_file, caplog):
 def test_the_template_for_tools_is_read_and_saved(file, tmp_path):
     named = {"tokenizer.chat_templates": ["tool_use"], "tokenizer.chat_template.tool_use": "{{ tools }}"}
     ours = tokenizer_of(file, SMOLLM, **named)
-    GGUFCheckpoint(file).save_tokenizer(tmp_path)
+    GGUFCheckpoint(file).vocabulary.save(tmp_path)
     for each in (ours, NanopageTokenizer(tmp_path)):
         assert (each.chat_template, each.tool_template) == (CHAT_TEMPLATE, "{{ tools }}")
         assert each.render_chat([{"role": "user", "content": "a"}], tools=[{}]) == "[{}]"
