@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ from nanopage.speculation.setup import choose_drafts
 from nanopage.startup import worker_process
 from nanopage.startup.worker import build_worker
 from nanopage.step import Capacity, Executor
+from nanopage.text.prompts import PromptReader
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.vision.setup import make_image_reader
 from nanopage.weights import hub, loader
@@ -88,19 +90,25 @@ def build_engine(
         processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
         if model_config.architecture == WHISPER:
             processor.grammars = RulesOrGrammars(processor.grammars)
-    if config.enable_prompt_embeds:
-        shape = model_config.hidden_size, getattr(torch, engine.capacity.dtype)
-        processor.prompts.item_readers["prompt_embeds"] = partial(read_embeds, *shape)
-    if model_config.encoded_positions:
-        processor.prompts.needed = "multi_modal_data"
-        processor.prompts.item_readers["multi_modal_data"] = partial(read_audio, model_config)
-    if read_images is not None:
-        processor.prompts.item_readers["multi_modal_data"] = read_images
+    _read_items(processor.prompts, config, model_config, engine.capacity.dtype, read_images)
     if config.enable_lora:
         processor.adapters = Adapters(config, model_config)
     if model_config.pooling is not None:
         processor.pooling = PoolingRequests(processor, model_config.pooling)
     return engine
+
+
+def _read_items(
+    prompts: PromptReader, config: EngineConfig, model_config: ModelConfig, dtype: str, read_images: Any
+) -> None:
+    """Attach what reads the items of prompts. Args: dtype: of activations. read_images: None: the model sees none."""
+    if config.enable_prompt_embeds:
+        prompts.item_readers["prompt_embeds"] = partial(read_embeds, model_config.hidden_size, getattr(torch, dtype))
+    if model_config.encoded_positions:
+        prompts.needed = "multi_modal_data"
+        prompts.item_readers["multi_modal_data"] = partial(read_audio, model_config)
+    if read_images is not None:
+        prompts.item_readers["multi_modal_data"] = read_images
 
 
 def _read_config(config: EngineConfig, checkpoint: loader.Checkpoint) -> ModelConfig:

@@ -6,23 +6,13 @@ from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Annotated
 
-from nanopage.checks.options import Count, Flag, Int64, Share, check, check_fields, integer, number
+from nanopage.checks.options import Count, Flag, Int64, Share, check_fields, integer, number
+from nanopage.checks.sampling import LISTS, check_lists, check_logit_bias, check_pairs, list_of
 from nanopage.checks.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 from nanopage.files.model_files import shown
 
-MAX_STOP_CHARS = 16_384  # of all stop strings of a request: their automaton takes some 250 bytes a character
-MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 64  # of DRY: each is searched for in all tokens
 LONGEST_MATCH = 32  # tokens, which DRY compares with earlier ones
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
-Bias = Annotated[float, number(-100, 100)]
-# The lists of SamplingParams: what they contain, and what None means.
-LISTS: dict[str, tuple[type, list | None]] = {
-    "stop": (str, []),
-    "stop_token_ids": (int, []),
-    "bad_words": (str, []),
-    "dry_sequence_breakers": (str, ["\n", ":", '"', "*"]),
-    "allowed_token_ids": (int, None),
-}
 NO_SCALARS = (*LISTS, "logit_bias", "structured_outputs", "output_kind")
 
 # What a model's generation_config.json may recommend. Only nanopage reads frequency_penalty and DRY there.
@@ -76,7 +66,7 @@ class StructuredOutputsParams:
                 f"structured_outputs must have one of {', '.join(GRAMMARS)}, and has {' and '.join(given) or 'none'}"
             )
         if self.choice is not None:
-            self.choice = _list_of("structured_outputs.choice", self.choice, str)
+            self.choice = list_of("structured_outputs.choice", self.choice, str)
             if not self.choice or not all(self.choice):
                 raise ValueError("structured_outputs.choice must not be empty, nor contain an empty string")
         for name, kinds in (("json", str | dict), ("regex", str), ("grammar", str), ("json_object", bool)):
@@ -189,56 +179,14 @@ class SamplingParams:
 
     def __post_init__(self):
         check_fields(self, but=NO_SCALARS)
-        self._check_lists()
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                raise TypeError(f"logit_bias must be a dict of token id -> bias, not {shown(self.logit_bias)}")
-            _list_of("logit_bias ids", list(self.logit_bias), int)
-            for token_id, bias in self.logit_bias.items():
-                check(f"logit_bias[{shown(token_id)}]", bias, Bias)
-            self.logit_bias = dict(self.logit_bias)
+        check_lists(self)
+        check_logit_bias(self)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             kind = type(self.structured_outputs).__name__
             raise TypeError(f"structured_outputs must be StructuredOutputsParams, not {kind}")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, not {shown(self.output_kind)}")
-        self._check_pairs()
-
-    def _check_lists(self) -> None:
-        """Replace each list by a checked copy of it, or by its default."""
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        for name, (kind, default) in LISTS.items():
-            values = default if getattr(self, name) is None else getattr(self, name)
-            setattr(self, name, None if values is None else _list_of(name, values, kind))
-            if "" in (getattr(self, name) or ()):
-                raise ValueError(f"{name} must not contain an empty string")
-        if self.allowed_token_ids == []:
-            raise ValueError("allowed_token_ids must not be empty")
-        breakers = self.dry_sequence_breakers or []
-        if len(breakers) > MAX_BREAKERS:
-            raise ValueError(f"dry_sequence_breakers must have at most {MAX_BREAKERS} strings")
-        if max(map(len, breakers), default=0) > MAX_BREAKER_CHARS:
-            raise ValueError(f"dry_sequence_breakers must have at most {MAX_BREAKER_CHARS} characters each")
-        if (num_chars := sum(map(len, self.stop or ()))) > MAX_STOP_CHARS:
-            raise ValueError(
-                f"stop has {len(self.stop or ()):,} strings with {num_chars:,} characters in all: at most "
-                f"{MAX_STOP_CHARS:,} characters are allowed"
-            )
-
-    def _check_pairs(self) -> None:
-        """Refuse parameters that are valid alone, but not together."""
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
-        if self.greedy and self.num_sequences > 1:
-            name = "n" if self.best_of is None else "best_of"
-            raise ValueError(f"{name}={self.num_sequences} with temperature=0: greedy completions are all the same")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
-        if self.stop and not self.detokenize:
-            raise ValueError("stop strings need detokenize=True")
-        if self.structured_outputs is not None and self.ignore_eos:
-            raise ValueError("ignore_eos=True and structured_outputs exclude each other: a complete text must end")
+        check_pairs(self)
 
     def clone(self) -> "SamplingParams":
         """A copy that shares nothing with this one."""
@@ -321,12 +269,3 @@ class PoolingParams:
         check_fields(self)
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be at least 1, or -1, got 0")
-
-
-def _list_of(name: str, values, kind: type) -> list:
-    if not isinstance(values, list | tuple | set | frozenset):
-        raise TypeError(f"{name} must be a list of {kind.__name__}, not {shown(values)}")
-    for value in values:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise TypeError(f"{name} must contain only {kind.__name__}, not {shown(value)}")
-    return list(values)
