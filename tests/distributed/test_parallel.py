@@ -49,14 +49,14 @@ FAMILIES = {
 DIVISIONS = [(2, 1), (3, 1), (1, 3), (2, 2), (6, 1), (1, 2)]  # tensor and pipeline parallelism
 # Each division of each number of KV heads. All of each family with NANOPAGE_LONG_TESTS=1.
 DIVIDED = {
-    "llama": [(2, 1), (1, 3)],
-    "llama, biases": [(3, 1), (2, 2)],
+    "llama": [(2, 1)],
+    "llama, biases": [(3, 1)],
     "llama, tied": [(2, 2), (3, 1)],
     "mistral, window": [(3, 1), (1, 3)],
     "qwen2": [(2, 1)],
-    "qwen3, tied": [(3, 1), (1, 3)],
-    "smollm3": [(2, 1), (1, 3)],
-    "gemma3, tied": [(3, 1), (2, 2)],
+    "qwen3, tied": [(3, 1)],
+    "smollm3": [(1, 3)],
+    "gemma3, tied": [(2, 2)],
 }
 EXPERTS = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 4}
 PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=3, prompt_logprobs=2)
@@ -129,9 +129,7 @@ def on_static_buffers(setup, wings, *made):
     return [wings.wrap(way) for way in ways], "on static buffers", None
 
 
-@pytest.mark.parametrize(
-    "family", FAMILIES if LONG else ["llama", "mistral, window", "qwen2", "gemma3, tied"], indirect=True
-)
+@pytest.mark.parametrize("family", FAMILIES if LONG else ["mistral, window", "gemma3, tied"], indirect=True)
 def test_decodes_on_static_buffers_exchange_within_the_step(family, monkeypatch):
     """As in the CUDA graphs of a divided model, every worker runs the whole step, head and sampling included, and
     takes the tokens from the first one."""
@@ -158,11 +156,11 @@ STAGES = COLUMNS | {"pipeline_parallel_size": 2, "enable_expert_parallel": True}
 @pytest.mark.parametrize(
     ("name", "config", "divisions"),
     [
-        ("mixtral", {"num_local_experts": 6}, [COLUMNS, WHOLE_EXPERTS]),
-        ("gpt_oss", {"num_local_experts": 6, "intermediate_size": 18}, [COLUMNS, STAGES]),
-        ("qwen2_moe", {"shared_expert_intermediate_size": 30, "moe_intermediate_size": 12}, [COLUMNS, STAGES]),
+        ("mixtral", {"num_local_experts": 6}, [COLUMNS]),
+        ("gpt_oss", {"num_local_experts": 6, "intermediate_size": 18}, [STAGES]),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 30, "moe_intermediate_size": 12}, [COLUMNS]),
         ("qwen3_moe", {"moe_intermediate_size": 12, "mlp_only_layers": [1]}, [WHOLE_EXPERTS]),
-        ("deepseek_v3", {"moe_intermediate_size": 12, "n_routed_experts": 12}, [WHOLE_EXPERTS, STAGES]),
+        ("deepseek_v3", {"moe_intermediate_size": 12, "n_routed_experts": 12}, [STAGES]),
     ],
     ids=["mixtral", "gpt_oss", "qwen2_moe", "qwen3_moe", "deepseek_v3"],
 )
