@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -20,6 +19,7 @@ from attacks import CONTROLS, attack
 from encoders import tiny_encoder, write_modules
 from gguf import GGMLQuantizationType as Quantization
 from helpers import tiny_hf_model, tiny_model
+from programs import ROOT, forked
 from test_gguf import MODELS, VOCABULARIES, llama3_divisors, model_for, write_gguf
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import Unigram
@@ -27,9 +27,8 @@ from tokenizers.models import Unigram
 from nanopage import escaped
 from nanopage.terminal.text import say_error
 
-ATTACKS = os.environ.get("NANOPAGE_ATTACKS", "25")
+ATTACKS = os.environ.get("NANOPAGE_ATTACKS", "15")
 KINDS = ["gguf", "safetensors", "json", "tokenizer", "gguf-values", "encoder", "strings", "encoder-strings"]
-ROOT = Path(__file__).parent.parent
 HANGS = 120  # seconds; a case takes some hundredths
 
 
@@ -110,10 +109,10 @@ def run(cases: list[str], models: dict[str, list[str]], directory: Path) -> dict
     while len(outcomes) < len(cases):
         rest = [case for case in cases if case not in outcomes]
         with open(directory / "stderr", "w+") as stderr:
+            program = forked(ROOT / "tests" / "attacks.py", *rest, env=os.environ | {"RUST_BACKTRACE": "0"})
             process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "attacks.py"), *rest],
+                ["attacks.py"], preexec_fn=program,
                 cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUST_BACKTRACE": "0"},
             )  # fmt: skip
             process.stdin.write(json.dumps(models))
             process.stdin.close()

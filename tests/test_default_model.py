@@ -14,7 +14,7 @@ from nanopage import LLM, BeamSearchParams, SamplingParams
 from nanopage.device import computes_natively
 
 # transformers continues a prompt at 25 tokens a second, and compiling takes 40 s a dtype.
-NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (3, 32)
+NUM_PROMPTS, NUM_TOKENS = (20, 64) if LONG else (3, 24)
 BFLOAT16 = computes_natively("bfloat16", torch.device("cpu"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -81,15 +81,19 @@ compiled = pytest.param(
 
 
 @pytest.fixture(scope="module")
-def generated(default_model) -> list[list[int]]:
+def uncompiled(default_model) -> LLM:
+    return load(default_model, eager=True, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def generated(default_model, uncompiled) -> list[list[int]]:
     """What transformers' generate makes of the prompts in float32."""
-    prompts = token_ids(load(default_model, eager=True, dtype="float32"))
-    return generate_with_transformers(default_model, torch.float32, prompts, NUM_TOKENS)
+    return generate_with_transformers(default_model, torch.float32, token_ids(uncompiled), NUM_TOKENS)
 
 
 @pytest.mark.parametrize("eager", [pytest.param(True, id="eager"), compiled])
-def test_prompts_are_continued_token_for_token_as_by_generate(default_model, generated, eager):
-    llm = load(default_model, eager, dtype="float32")
+def test_prompts_are_continued_token_for_token_as_by_generate(default_model, uncompiled, generated, eager):
+    llm = uncompiled if eager else load(default_model, eager, dtype="float32")
     prompts = token_ids(llm)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS), use_tqdm=False)
     ours = [output.outputs[0].token_ids for output in outputs]
@@ -104,7 +108,7 @@ def test_prompts_are_continued_token_for_token_as_by_generate(default_model, gen
 def test_a_divided_model_continues_them_as_well(default_model, generated, options, monkeypatch):
     """Its 9 heads and 3 KV heads on three workers; its 30 layers in two stages."""
     monkeypatch.setattr("nanopage.distributed.process_executor.ProcessLink", ForkedLink)
-    num_prompts, num_tokens = (NUM_PROMPTS, NUM_TOKENS) if LONG else (1, 12)
+    num_prompts, num_tokens = (NUM_PROMPTS, NUM_TOKENS) if LONG else (1, 8)
     llm = LLM(str(default_model), device="cpu", dtype="float32", kv_cache_gib=0.5, enforce_eager=True, **options)
     params = SamplingParams(temperature=0, max_tokens=num_tokens)
     outputs = llm.generate(token_ids(llm)[:num_prompts], params, use_tqdm=False)
@@ -141,11 +145,10 @@ def test_bfloat16_stays_close_to_transformers(default_model, eager):
     assert worst < 0.5
 
 
-def test_beam_search_finds_the_sequences_and_scores_of_transformers(default_model):
-    width, count = 4, 24
-    llm = load(default_model, eager=True, dtype="float32")
-    prompts = token_ids(llm)[:: 2 if LONG else 3]  # transformers takes two seconds for each
-    outputs = llm.beam_search(prompts, BeamSearchParams(width=width, max_tokens=count), use_tqdm=False)
+def test_beam_search_finds_the_sequences_and_scores_of_transformers(default_model, uncompiled):
+    width, count = 4, 24 if LONG else 16
+    prompts = token_ids(uncompiled)[:: 2 if LONG else 3]  # transformers takes two seconds for each
+    outputs = uncompiled.beam_search(prompts, BeamSearchParams(width=width, max_tokens=count), use_tqdm=False)
     model = AutoModelForCausalLM.from_pretrained(default_model, dtype=torch.float32).eval()
     options = {
         "num_beams": width,
@@ -173,9 +176,9 @@ def without_padding(token_ids: list[int], end: int = 2) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 8}], ids=["plain", "chunked"])
-def test_it_knows_the_capital_of_france(default_model, options):
+def test_it_knows_the_capital_of_france(default_model, uncompiled, options):
     # In bfloat16 the logits of the two likeliest first tokens differ by less than their rounding.
-    llm = load(default_model, eager=True, dtype="float32", **options)
+    llm = load(default_model, eager=True, dtype="float32", **options) if options else uncompiled
     (output,) = llm.chat([{"role": "user", "content": PROMPTS[0]}], SamplingParams(temperature=0, max_tokens=20))
     assert "Paris" in output.outputs[0].text
     assert output.outputs[0].finish_reason == "stop"
