@@ -90,7 +90,12 @@ def run(path, **options):
     return [list(tokens[str(index)]) for index in range(len(PROMPTS))], counts
 
 
-@pytest.mark.parametrize("kind", MODELS)
+# Without NANOPAGE_LONG_TESTS=1: each kind of position, window, norm, bias and mixture of experts.
+FEW = "gpt2 gpt_neox gptj opt phi persimmon stablelm starcoder2 cohere2 seed_oss olmo olmoe gemma modernbert-decoder "
+FEW += "vaultgemma phimoe"
+
+
+@pytest.mark.parametrize("kind", MODELS if LONG else FEW.split())
 def test_tokens_are_those_of_transformers(tmp_path, kind):
     model = tiny_hf_model(kind, **MODELS[kind])
     assert find_family(type(model).__name__) is None
