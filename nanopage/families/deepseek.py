@@ -118,14 +118,15 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
     is_v3, num_groups = config.get("scoring_func") == "sigmoid", config.get("n_group", 1)
     missing = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
     grouped = "group_limited_greedy" if num_groups > 1 else "greedy"
-    scaling, mscale = config.get("rope_scaling"), round(10 * config.get("mscale_all_dim", 0.0), 6)  # a tenth is stored
+    k_size, scaling = config.get("qk_nope_head_dim"), config.get("rope_scaling")
+    mscale = round(10 * config.get("mscale_all_dim", 0.0), 6)  # a tenth is stored
     return {name: config.get(name, value) for name, value in missing.items()} | {
         "architectures": [ARCHITECTURES[is_v3]],
         "topk_method": "noaux_tc" if is_v3 else grouped,
         "num_key_value_heads": None,
         "partial_rotary_factor": 1.0,
         "q_lora_rank": config.get("q_lora_rank"),
-        "qk_nope_head_dim": config.get("qk_nope_head_dim", 0) - config.get("qk_rope_head_dim", 0),
+        "qk_nope_head_dim": None if k_size is None else k_size - config.get("qk_rope_head_dim", 0),
         "rope_scaling": scaling and scaling | ({"mscale": mscale, "mscale_all_dim": mscale} if mscale else {}),
     }
 

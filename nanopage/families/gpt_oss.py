@@ -57,7 +57,8 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
     """Fields of config.json that GGUF files have under other names, or lack."""
     scaling = config.get("rope_scaling", {"rope_type": "default"})
-    return {"intermediate_size": config["moe_intermediate_size"], "rope_scaling": scaling | {"truncate": False}}
+    size = config.get("moe_intermediate_size", config["intermediate_size"])
+    return {"intermediate_size": size, "rope_scaling": scaling | {"truncate": False}}
 
 
 def rename(name: str, config: ModelConfig) -> str:

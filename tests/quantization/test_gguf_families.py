@@ -282,15 +282,15 @@ def fields_of(config, arch):
     return fields | {"expert_feed_forward_length": config.intermediate_size}
 
 
-def write_family(path, hf_model, arch, kinds=None):
+def write_family(path, hf_model, arch, kinds=None, changes=None):
     """Write a model as llama.cpp's convert_hf_to_gguf.py would.
 
     Args: kinds: how matrices are stored, by parts of their names in the file; others are float32. hf_model then has
-        the values of the file.
+        the values of the file. changes: fields in place of those of the model, by the last parts of their keys.
     """
     config = hf_model.config
     writer = gguf.GGUFWriter(path, arch)
-    fields = TOKENIZER | {f"{arch}.{key}": value for key, value in fields_of(config, arch).items()}
+    fields = TOKENIZER | {f"{arch}.{key}": value for key, value in (fields_of(config, arch) | (changes or {})).items()}
     for key, value in fields.items():
         if isinstance(value, list):
             writer.add_array(key, value)
@@ -386,3 +386,34 @@ def test_integers_stay_integers(tmp_path, name, monkeypatch):
     for place, linear in linears.items():
         rows = torch.eye(linear.in_features)
         torch.testing.assert_close(linear(rows), same[place](rows), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("glm4_moe", {"expert_gating_func": 1}, "glm4moe.expert_gating_func = 1 is not supported"),
+        ("glm4_moe", {"nextn_predict_layers": 3}, "glm4moe.nextn_predict_layers is 3, with 0 other layers"),
+        ("qwen3_next", {"rope.dimension_sections": [1, 1, 2, 0]}, "qwen3next.rope.dimension_sections = .* is not supp"),
+        ("qwen3_next", {"rope.dimension_count": 64}, "qwen3next.rope.dimension_count = 64 is not supported"),
+        ("deepseek_v3", {"attention.key_length_mla": None}, "qk_nope_head_dim must be a positive integer, got None"),
+        ("granite", {"ssm.inner_size": 3}, "mamba_expand must be a positive integer"),
+        ("mamba2", {"ssm.time_step_rank": 2**20}, "mamba2.ssm.time_step_rank must be from 1 to"),
+        ("gpt_oss", {"expert_count": 0}, "num_local_experts|the weights of .* do not fit"),
+    ],
+)
+def test_a_field_that_does_not_fit_is_named(tmp_path, name, changes, message):
+    family, arch, overrides = MODELS[name]
+    file = write_family(tmp_path / "tiny.gguf", model_for(QWEN2, family, **overrides), arch, changes=changes)
+    with pytest.raises(ValueError, match=message) as error:
+        loader.load_model(file, loader.read_config(file), torch.float32, CPU)
+    assert str(file) in str(error.value)
+
+
+def test_a_file_of_deepseek_from_before_april_2025_is_refused_by_its_tensor(tmp_path):
+    hf_model = model_for(QWEN2, "deepseek_v3")
+    names = NAMES | {"self_attn.k_b_proj": "attn_kv_b", "self_attn.v_b_proj": "attn_kv_b_2"}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(globals(), "NAMES", names)
+        file = write_family(tmp_path / "tiny.gguf", hf_model, "deepseek2")
+    with pytest.raises(ValueError, match=r"'blk.0.attn_kv_b.weight' is not one of a deepseek2 model; the model's"):
+        loader.read_config(file)
