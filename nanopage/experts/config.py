@@ -45,7 +45,8 @@ def read_grouped_experts(fields: Fields, corrected: bool, in_groups: bool = True
     groups = (fields.size("n_group"), fields.size("topk_group")) if in_groups else (1, 1)
     size = num_experts // groups[0]
     if num_experts % groups[0] or (groups[0] > 1 and size < 2):
-        raise fields.error("n_group", f"{groups[0]} groups of n_routed_experts={num_experts} are not supported")
+        problem = f"{groups[0]} does not divide n_routed_experts={num_experts} into groups of at least 2"
+        raise fields.error("n_group", problem)
     if groups[1] > groups[0] or num_chosen > groups[1] * size:
         problem = f"{groups[1]} of n_group={groups[0]} groups do not have num_experts_per_tok={num_chosen} experts"
         raise fields.error("topk_group", problem)
