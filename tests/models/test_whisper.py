@@ -4,12 +4,13 @@ with different sound."""
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, Paged, assert_all_close, random_tokens, save_tokenizer, tiny_whisper
+from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, save_tokenizer, tiny_whisper
 from test_models import all_decoded_together, chunks_and_decodes_mixed, each_alone_then_decoded, packed
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
 from nanopage.audio.mel import log_mel
 from nanopage.checks.fields import MAX_SIZES
+from nanopage.cpu import aot, aot_chain, aot_compile
 from nanopage.items.encoded import WriteEncoded
 from nanopage.items.items import make_item
 from nanopage.items.rows import ItemRows
@@ -56,6 +57,10 @@ class Hearing(Paged):
         return batch
 
 
+def compiled(*made):
+    return aot.Compiled(*made, torch.float32)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_encoder_and_the_logits_of_every_position_equal_transformers(tmp_path, case):
     hf_model, sequences = tiny_whisper(**CASES[case]), random_tokens(LENGTHS)
@@ -76,6 +81,38 @@ def test_the_encoder_and_the_logits_of_every_position_equal_transformers(tmp_pat
         assert_all_close(Hearing(tmp_path, sequences, spectrograms, packed).run(plan), made.logits)
         shuffled = Hearing(tmp_path, sequences, spectrograms[::-1]).run(plan)
         assert not torch.allclose(shuffled[0], made.logits[0], atol=0.1)  # the sound matters
+
+
+def test_compiled_layers_can_be_exported_for_any_number_of_sequences(tmp_path, monkeypatch):
+    exported = {}
+
+    def export(module, inputs, dims, file, options):
+        program = torch.export.export(module, (*inputs,), dynamic_shapes=(*dims,), strict=False)
+        exported[file.name] = next(iter(program.graph.nodes)).meta["val"].shape[0]
+
+    monkeypatch.setattr(aot_compile, "_export", export)
+    made = Hearing(save(tmp_path, tiny_whisper()), random_tokens(LENGTHS), [], compiled)
+    for name in [name for name, (part, _) in made.way.way.files.items() if part.endswith(aot.CROSS)]:
+        aot_compile.make_part(made.way.way.spec, made.way.way.config, tmp_path, name)
+    fixed = {name for name, size in exported.items() if not isinstance(size, torch.SymInt)}
+    assert fixed == {"before-cross-one.so", "after-cross-one.so"}
+    assert exported.keys() - fixed == {"before-cross-many.so", "after-cross-many.so"}
+
+
+@pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")
+def test_compiled_layers_equal_the_eager_ones(tmp_path, monkeypatch):
+    monkeypatch.delenv("NANOPAGE_COMPILE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sequences, spectrograms = random_tokens(LENGTHS), [log_mel(sound) for sound in sounds(len(LENGTHS))]
+    directory = save(tmp_path / "model", tiny_whisper())
+    eager = Hearing(directory, sequences, spectrograms, packed).run(all_decoded_together)
+    made = Hearing(directory, sequences, spectrograms, compiled)
+    made.way.way.compile()
+    for rows in (64, 2):  # from so many rows on, the threads divide steps
+        monkeypatch.setattr(aot_chain, "PART_ROWS", rows)
+        for plan in (each_alone_then_decoded, all_decoded_together, chunks_and_decodes_mixed):
+            made.restart(sequences)
+            assert_all_close(made.run(plan), eager)
 
 
 @pytest.fixture(scope="module")
