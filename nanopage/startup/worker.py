@@ -13,6 +13,7 @@ from nanopage.adapters.layers import Add
 from nanopage.adapters.model import check_layers
 from nanopage.adapters.worker import attach_adapters
 from nanopage.audio import WHISPER
+from nanopage.audio.mel import NUM_TIMESTAMPS
 from nanopage.audio.sampler import TranscriptSampler
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
@@ -127,7 +128,7 @@ def build_worker(
         compiled = partial(Compiled, model, config=setup.part, dtype=setup.dtype, tiled=tiled)
         wings.compiled = why_eager(setup, model) or compiled
     worker = Worker(setup, model, wings, agree)
-    if model_config.architecture == WHISPER:
+    if model_config.architecture == WHISPER and model_config.vocab_size > NUM_TIMESTAMPS:
         worker.runner.sampler = TranscriptSampler(worker.runner.table, worker.runner.sampler.sample_all)
     return worker
 

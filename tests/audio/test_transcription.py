@@ -8,6 +8,7 @@ import pytest
 from speech import END, IDS, SUPPRESSED, ScriptedLLM, TransformersLLM, encoded, sound, write_whisper
 from transformers import WhisperFeatureExtractor
 
+from nanopage import AsyncLLM, EngineArgs
 from nanopage.audio import transcription
 from nanopage.audio.files import Sound
 from nanopage.audio.rules import read_speech_tokens, rules_for
@@ -81,6 +82,33 @@ def test_segments_are_those_of_transformers(directory, monkeypatch):
         wanted.append((*(pytest.approx(float(segment[name])) for name in ("start", "end")), tokens))
     assert len(wanted) > 4
     assert [(segment.start, segment.end, segment.tokens) for segment in job.segments] == wanted
+
+
+def test_the_engine_gives_what_transformers_gives(directory):
+    """Several sounds in the batches of one engine: tokens, log-probabilities after the rules, and no speech."""
+    contents = [encoded(sound(seconds, seed=seconds)) for seconds in (7, 31, 12)]
+    slow = TransformersLLM(directory)
+    tokens = read_speech_tokens(slow.engine)
+    wanted = [asyncio.run(attempt_at(slow, tokens, content)) for content in contents]
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(directory), device="cpu", dtype="float32", kv_cache_gib=0.1))
+    try:
+
+        async def all_at_once():
+            return await asyncio.gather(*(attempt_at(llm, read_speech_tokens(llm.engine), each) for each in contents))
+
+        made = asyncio.run(all_at_once())
+    finally:
+        llm.shutdown()
+    for ours, theirs in zip(made, wanted, strict=True):
+        assert ours.tokens == theirs.tokens and ours.language == theirs.language and len(ours.tokens) > 3
+        assert ours.avg_logprob == pytest.approx(theirs.avg_logprob, abs=1e-4)
+        assert ours.no_speech_prob == pytest.approx(theirs.no_speech_prob, rel=1e-3)
+
+
+async def attempt_at(llm, tokens, content):
+    """The first attempt at the first window."""
+    opened = Sound(content)
+    return await Transcription(llm, tokens, opened)._attempt(opened.window(0), 0.0, 0)
 
 
 def test_rules_say_what_may_follow(directory):
