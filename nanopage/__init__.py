@@ -28,6 +28,7 @@ _HOME = {
     "TextPrompt": "inputs",
     "TokensPrompt": "inputs",
     "LoRARequest": "inputs",
+    "PromptAdapterRequest": "items.soft_prompts",
     "SamplingParams": "params",
     "BeamSearchParams": "params",
     "PoolingParams": "params",

@@ -28,6 +28,7 @@ from nanopage.grammar.replies import read_replies
 from nanopage.grammar.structured import Grammars
 from nanopage.items.audio import read_audio
 from nanopage.items.embeds import read_embeds
+from nanopage.items.soft_prompts import SoftPrompts, with_prompt_adapters
 from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
@@ -44,8 +45,9 @@ from nanopage.vision.setup import make_image_reader
 from nanopage.weights import hub, loader
 from nanopage.worker.executor import LocalExecutor
 
-# build_engine, and the methods that wings add to LLM.
+# build_engine, the methods that wings add to LLM, and what these methods call.
 __all__ = ["beam_search", "build_engine", "classify", "embed", "encode", "read_replies", "score"]
+__all__ += ["with_prompt_adapters"]
 
 logger = logging.getLogger("nanopage")
 
@@ -102,13 +104,16 @@ def _read_items(
     prompts: PromptReader, config: EngineConfig, model_config: ModelConfig, dtype: str, read_images: Any
 ) -> None:
     """Attach what reads the items of prompts. Args: dtype: of activations. read_images: None: the model sees none."""
+    readers, rows = prompts.item_readers, (model_config.hidden_size, getattr(torch, dtype))
     if config.enable_prompt_embeds:
-        prompts.item_readers["prompt_embeds"] = partial(read_embeds, model_config.hidden_size, getattr(torch, dtype))
+        readers["prompt_embeds"] = partial(read_embeds, *rows)
+    if config.enable_prompt_adapter:
+        readers["prompt_adapter_request"] = SoftPrompts(*rows).read
     if model_config.encoded_positions:
         prompts.needed = "multi_modal_data"
-        prompts.item_readers["multi_modal_data"] = partial(read_audio, model_config)
+        readers["multi_modal_data"] = partial(read_audio, model_config)
     if read_images is not None:
-        prompts.item_readers["multi_modal_data"] = read_images
+        readers["multi_modal_data"] = read_images
 
 
 def _read_config(config: EngineConfig, checkpoint: loader.Checkpoint) -> ModelConfig:

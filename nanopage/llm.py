@@ -79,6 +79,7 @@ class LLM:
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         use_tqdm: bool = True,
         lora_request: AnyAdapter = None,
+        prompt_adapter_request: Any = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: dict | None = None,
     ) -> list[RequestOutput]:
@@ -90,6 +91,7 @@ class LLM:
             prompt_token_ids: the token ids of one prompt or of each prompt in a list; `prompts` are then their texts.
             use_tqdm: show a progress bar on stderr.
             lora_request: an adapter for all prompts, or one or None for each; needs enable_lora.
+            prompt_adapter_request: PromptAdapterRequest, a soft prompt, in the same way; needs enable_prompt_adapter.
             tokenization_kwargs: accepted for vLLM's scripts; must be None or {}.
             priority: an integer for all prompts, or one for each, with scheduling_policy="priority"; lower goes first.
 
@@ -103,7 +105,7 @@ class LLM:
         accept("generate()", {"tokenization_kwargs": tokenization_kwargs}, (), CALL)
         if prompts is None and prompt_token_ids is None:
             raise TypeError("generate() needs prompts")
-        listed = list_prompts(prompts, prompt_token_ids)
+        listed = build.with_prompt_adapters(list_prompts(prompts, prompt_token_ids), prompt_adapter_request)
         return self.run(self.make_requests(listed, sampling_params, priority, lora_request), use_tqdm)
 
     def make_requests(
@@ -196,6 +198,7 @@ class LLM:
         prompt: Prompt | list[dict],
         sampling_params: SamplingParams | None = None,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: Any = None,
     ) -> Iterator[RequestOutput]:
         """Complete one prompt, or reply to one conversation. Yields a RequestOutput after every token; with `best_of`
         more than `n`, or with RequestOutputKind.FINAL_ONLY, only one at the end.
@@ -207,7 +210,8 @@ class LLM:
         """
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
             prompt = self._chat_prompt(cast(list[dict], prompt))
-        return self._outputs(self.make_requests([cast(Prompt, prompt)], sampling_params, lora_request=lora_request))
+        prompts = build.with_prompt_adapters([cast(Prompt, prompt)], prompt_adapter_request)
+        return self._outputs(self.make_requests(prompts, sampling_params, lora_request=lora_request))
 
     def chat(
         self,
@@ -224,12 +228,13 @@ class LLM:
         chat_template_kwargs: dict | None = None,
         mm_processor_kwargs: dict | None = None,
         tokenization_kwargs: dict | None = None,
+        prompt_adapter_request: Any = None,
     ) -> list[RequestOutput]:
         """Reply to one conversation, or to a list of them, through the model's chat template.
 
         Args:
             messages: {"role": ..., "content": ...} in order (see `normalize_messages` in chat_template.py).
-            sampling_params, use_tqdm, lora_request, priority: as `generate`.
+            sampling_params, use_tqdm, lora_request, priority, prompt_adapter_request: as `generate`.
             chat_template: Jinja source to use instead of the model's, or the name of one of the model's templates.
             chat_template_content_format: "auto" or "string".
             add_generation_prompt: end the prompt with the opening of the assistant's reply.
@@ -241,12 +246,8 @@ class LLM:
 
         Returns: as `generate`; `RequestOutput.prompt` is the text that the template made.
         """
-        vllm_options = {
-            "chat_template_content_format": chat_template_content_format,
-            "mm_processor_kwargs": mm_processor_kwargs,
-            "tokenization_kwargs": tokenization_kwargs,
-        }
-        accept("chat()", vllm_options, (), CALL)
+        kwargs = {"mm_processor_kwargs": mm_processor_kwargs, "tokenization_kwargs": tokenization_kwargs}
+        accept("chat()", kwargs | {"chat_template_content_format": chat_template_content_format}, (), CALL)
         several = isinstance(messages, list) and bool(messages) and isinstance(messages[0], list)
         conversations = cast(list[list[dict]], messages if several else [messages])
         template = {
@@ -257,6 +258,7 @@ class LLM:
             "chat_template_kwargs": chat_template_kwargs,
         }
         prompts: list[Prompt] = [self._chat_prompt(conversation, **template) for conversation in conversations]
+        prompts = build.with_prompt_adapters(prompts, prompt_adapter_request)
         return self.run(self.make_requests(prompts, sampling_params, priority, lora_request), use_tqdm)
 
     def count_tokens(self, messages: list[dict]) -> int:

@@ -21,6 +21,7 @@ from nanopage import __version__
 from nanopage.aio.engine_thread import EngineDeadError, EngineThread, Inbox
 from nanopage.engine.engine import LLMEngine
 from nanopage.inputs import LoRARequest, Prompt
+from nanopage.items.soft_prompts import PromptAdapterRequest, with_prompt_adapters
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 from nanopage.vllm.metrics import Metric, Metrics
@@ -98,6 +99,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
+        prompt_adapter_request: PromptAdapterRequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Run one request. Yields its outputs as they come, at most one a step. Each output has all the text so far,
         and the new part as `delta`. Cancelling, or leaving the loop and closing the iterator, aborts the request.
@@ -108,11 +110,13 @@ class AsyncLLM:
             request_id: any non-empty string that no unfinished request has.
             priority: lower goes first, with scheduling_policy="priority".
             lora_request: an adapter, with enable_lora.
+            prompt_adapter_request: a soft prompt, with enable_prompt_adapter.
 
         Raises:
             ValueError, TypeError: as `LLMEngine.add_request`.
             EngineDeadError: the engine has died or has been shut down.
         """
+        (prompt,) = with_prompt_adapters([prompt], prompt_adapter_request)
         stream = await self.add_request(
             request_id, prompt, sampling_params, priority=priority, lora_request=lora_request
         )

@@ -96,6 +96,7 @@ class EngineConfig:
         limit_mm_per_prompt: the most images of a prompt, as {"image": 4}. None: 16.
         allowed_local_media_path: a directory whose files may be images of prompts, as file URLs.
         allowed_media_domains: hosts whose images may be fetched. None: images come as data URLs (see docs/images.md).
+        enable_prompt_adapter: requests may have soft prompts of PEFT (see docs/prompt-embeddings.md).
         load_format: "auto" reads the model's weights, "dummy" draws random ones, to measure speed: a directory with
             config.json is enough then (see benchmarks/configs). Without tokenizer.json, prompts are token ids.
         generation_config: where `LLM` and `AsyncLLM` get the parameters of requests that have none: "auto" is
@@ -149,6 +150,7 @@ class EngineConfig:
     limit_mm_per_prompt: dict | None = None
     allowed_local_media_path: str = ""
     allowed_media_domains: list[str] | None = None
+    enable_prompt_adapter: Flag = False
     load_format: Literal["auto", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     model_impl: Literal["auto", "nanopage", "transformers"] = "auto"

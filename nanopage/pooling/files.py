@@ -24,6 +24,7 @@ NOT_FOR_POOLING = (
     "speculative_config",
     "enable_lora",
     "enable_prompt_embeds",
+    "enable_prompt_adapter",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "distributed_executor_backend",

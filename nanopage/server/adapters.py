@@ -1,5 +1,5 @@
-"""The LoRA adapters of a server: clients see each one as a separate model. POST /v1/load_lora_adapter and
-/v1/unload_lora_adapter, as in vLLM."""
+"""The adapters of a server, LoRA and soft prompts: clients see each one as a separate model. POST
+/v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM."""
 
 from pathlib import Path
 
@@ -8,10 +8,14 @@ from pydantic import BaseModel, ConfigDict
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.engine.input_processor import Adapters
 from nanopage.inputs import LoRARequest
+from nanopage.items.soft_prompts import PromptAdapterRequest, num_virtual_tokens
 from nanopage.server.errors import ApiError
 
 MAX_ADAPTERS = 10_000
 MAX_NAME = 256  # characters
+
+
+AnyServed = LoRARequest | PromptAdapterRequest
 
 
 class LoadBody(BaseModel):
@@ -35,20 +39,26 @@ class ServedAdapters:
     name does not find the cached prefixes of the old adapter."""
 
     def __init__(self) -> None:
-        self.requests: dict[str, LoRARequest] = {}
+        self.requests: dict[str, AnyServed] = {}
         self._next_id = 1
 
     def check(self, llm: AsyncLLM, name: str, path: str) -> LoRARequest:
         """Make an adapter, if its files fit the model. Reads the headers of the files. Raises: ValueError."""
-        self._next_id, number = self._next_id + 1, self._next_id
         if not path:
             raise ValueError("lora_path is empty")
-        try:
-            directory = Path(path).expanduser().absolute()
-        except RuntimeError as error:  # "~name" without such a user
-            raise ValueError(f"lora_path={path[:MAX_NAME]!r}: {error}") from None
-        request = LoRARequest(name, number, str(directory))
+        request = LoRARequest(name, self._take_id(), str(_directory("lora_path", path)))
         _adapters(llm).check(request)
+        return request
+
+    def check_soft_prompt(self, llm: AsyncLLM, name: str, path: str) -> PromptAdapterRequest:
+        """Make a soft prompt, if its files fit the model. Raises: ValueError."""
+        directory = _directory("--prompt-adapters", path)
+        try:
+            count = num_virtual_tokens(directory)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"prompt adapter {name!r}: {error}") from None
+        request = PromptAdapterRequest(name, self._take_id(), str(directory), count)
+        llm.engine.input_processor.prompts.read({"prompt_token_ids": [0], "prompt_adapter_request": request})
         return request
 
     async def load(self, llm: AsyncLLM, model_names: list[str], body: LoadBody) -> str:
@@ -76,15 +86,31 @@ class ServedAdapters:
     def unload(self, llm: AsyncLLM, body: UnloadBody) -> str:
         """Remove an adapter. Running requests go on. Raises: ApiError if there is no such adapter."""
         request = self.requests.get(body.lora_name)
-        if request is None or body.lora_int_id not in (None, request.lora_int_id):
+        if not isinstance(request, LoRARequest) or body.lora_int_id not in (None, request.lora_int_id):
             raise ApiError(404, f"there is no adapter {body.lora_name[:MAX_NAME]!r}", param="lora_name")
         del self.requests[body.lora_name]
         _adapters(llm).forget(request.lora_int_id)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
+    def _take_id(self) -> int:
+        self._next_id, number = self._next_id + 1, self._next_id
+        return number
+
     def _check_free(self, model_names: list[str], name: str) -> None:
         if name in self.requests or name in model_names:
             raise ApiError(400, f"the name {name!r} is in use", param="lora_name")
+
+
+def _directory(what: str, path: str) -> Path:
+    """Raises: ValueError."""
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # "~name" without such a user
+        raise ValueError(f"{what}={path[:MAX_NAME]!r}: {error}") from None
+
+
+def path_of(adapter: AnyServed) -> str:
+    return adapter.lora_path if isinstance(adapter, LoRARequest) else adapter.prompt_adapter_local_path
 
 
 def _adapters(llm: AsyncLLM) -> Adapters:
@@ -94,14 +120,14 @@ def _adapters(llm: AsyncLLM) -> Adapters:
     return adapters
 
 
-def parse_modules(values: list[str]) -> dict[str, str]:
-    """name -> path, from --lora-modules. Raises: ValueError."""
+def parse_modules(option: str, values: list[str]) -> dict[str, str]:
+    """name -> path, from --lora-modules or --prompt-adapters. Raises: ValueError."""
     modules: dict[str, str] = {}
     for value in values:
         name, equals, path = value.partition("=")
         if not (name and equals and path) or len(name) > MAX_NAME or not name.isprintable():
-            raise ValueError(f"--lora-modules {value}: not NAME=PATH")
+            raise ValueError(f"{option} {value}: not NAME=PATH")
         if name in modules:
-            raise ValueError(f"--lora-modules: {name} occurs twice")
+            raise ValueError(f"{option}: {name} occurs twice")
         modules[name] = path
     return modules

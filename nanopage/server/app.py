@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 import nanopage
 from nanopage.aio.async_llm import AsyncLLM, EngineDeadError
 from nanopage.params import SamplingParams
-from nanopage.server.adapters import LoadBody, UnloadBody
+from nanopage.server.adapters import LoadBody, UnloadBody, path_of
 from nanopage.server.audio import add_audio
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
@@ -337,7 +337,7 @@ def _find_ignored(state: ServerState, llm: AsyncLLM, body: Body) -> list[str]:
     return ignored
 
 
-def _size(prompt: str | list[int] | dict) -> int:
+def _size(prompt: Sized | dict) -> int:
     """An estimate of a prompt's tokens: a token of text has about four characters."""
     if isinstance(prompt, dict):
         return sum(map(_size, prompt.values()))
@@ -365,7 +365,7 @@ def _model(state: ServerState, name: str) -> dict:
         "object": "model",
         "created": state.created,
         "owned_by": "nanopage",
-        "root": state.model_names[0] if adapter is None else adapter.lora_path,
+        "root": state.model_names[0] if adapter is None else path_of(adapter),
         "parent": None if adapter is None else state.model_names[0],
         "max_model_len": None if llm is None else llm.engine.max_model_len,
         "default_sampling_params": {} if llm is None else changed_defaults(llm),

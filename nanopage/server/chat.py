@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Call, Content, Piece, Reasoning, Reply
 from nanopage.grammar.tool_reply import ReplyReader
-from nanopage.inputs import LoRARequest
 from nanopage.outputs import CompletionOutput, RequestOutput
+from nanopage.server.adapters import AnyServed
 from nanopage.server.choices import Change, changes, usage
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start
@@ -80,7 +80,7 @@ class Chat:
         llm: AsyncLLM,
         body: ChatBody,
         model: str,
-        adapter: LoRARequest | None = None,
+        adapter: AnyServed | None = None,
         options: ToolOptions | None = None,
     ):
         body.check()

@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from nanopage.aio.async_llm import AsyncLLM
-from nanopage.inputs import LoRARequest, list_prompts
+from nanopage.inputs import list_prompts
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import SamplingParams
+from nanopage.server.adapters import AnyServed
 from nanopage.server.choices import changes, usage
+from nanopage.server.embeds import EncodedEmbeds, encoded_prompts
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start, too_long
 from nanopage.server.logprobs import TextOffsets, completion_logprobs
@@ -28,13 +30,13 @@ FILL_IN_THE_MIDDLE = (
 class Completions:
     """One call: its choices as a reply or as chunks. Arguments and errors: as Chat."""
 
-    def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str, adapter: LoRARequest | None = None):
+    def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str, adapter: AnyServed | None = None):
         body.check()
         if body.echo and body.suffix is not None:
             raise ApiError(400, "echo and suffix exclude each other", param="suffix")
         self.llm, self.body, self.model, self.adapter = llm, body, model, adapter
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        self.prompts = read_prompts(body.prompt)
+        self.prompts = self._read_prompts()
         if len(self.prompts) * max(body.n, body.best_of or 1) > MAX_CHOICES:
             message = f"{len(self.prompts)} prompts, each n or best_of times, are more than {MAX_CHOICES}"
             raise ApiError(400, message, param="n")
@@ -55,6 +57,17 @@ class Completions:
         self.copies = body.n // self.params.n
         self.offsets: dict[int, TextOffsets] = {}  # of each choice
         self.outputs: dict[int, RequestOutput] = {}  # each prompt's latest output
+
+    def _read_prompts(self) -> list[str | list[int] | EncodedEmbeds]:
+        body = self.body
+        if body.prompt_embeds is None and body.prompt is not None:
+            return [*read_prompts(body.prompt)]
+        if body.prompt_embeds is None or body.prompt not in (None, ""):  # the OpenAI SDK always sends a prompt
+            raise ApiError(400, "give either prompt or prompt_embeds", param="prompt")
+        for name in ("echo", "suffix"):
+            if getattr(body, name):
+                raise ApiError(400, f"{name} needs a prompt of text, not prompt_embeds", param=name)
+        return [*encoded_prompts(self.llm, body.prompt_embeds)]
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the prompts into the engine. Arguments and errors: as `generation.start`."""
@@ -99,8 +112,10 @@ class Completions:
         if self.body.wants_usage:
             yield self._envelope([]) | {"usage": self._usage()}
 
-    def _prompt(self, prompt: str | list[int]) -> dict:
-        """A prompt as the engine takes it, with its tokens."""
+    def _prompt(self, prompt: str | list[int] | EncodedEmbeds) -> dict:
+        """A prompt as the engine takes it, with its tokens or embeddings."""
+        if isinstance(prompt, EncodedEmbeds):
+            return {"prompt_embeds": prompt.decode()}
         reader = self.llm.engine.input_processor.prompts
         if isinstance(prompt, list):
             if self.body.suffix is not None:

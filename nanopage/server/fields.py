@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "chat_template": ((), "templates are those of the server"),
     "documents": (([],), "templates are given no documents"),
     "mm_processor_kwargs": (({},), NO_AUDIO),
-    "prompt_embeds": ((), "prompts are text or token ids"),
+    "prompt_embeds": ((), "only /v1/completions takes embeddings"),
     "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
     "use_beam_search": ((False,), "beam search is not served"),
     "dry_penalty_last_n": ((-1,), "DRY looks at the last 2,048 tokens of the output"),

@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from nanopage.aio.async_llm import AsyncLLM, EngineDeadError, RequestStream
-from nanopage.inputs import LoRARequest
+from nanopage.items.soft_prompts import PromptAdapterRequest
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams, SamplingParams
+from nanopage.server.adapters import AnyServed
 from nanopage.server.errors import ApiError
 from nanopage.server.formats import FIELD
 from nanopage.server.protocol import PoolingBody, SamplingBody
@@ -90,7 +91,7 @@ async def start(
     params: SamplingParams | PoolingParams,
     body: SamplingBody | PoolingBody,
     entered: Callable[[], None],
-    adapter: LoRARequest | None = None,
+    adapter: AnyServed | None = None,
 ) -> Generation:
     """Put a request for each prompt into the engine. If one is refused, the others are aborted.
 
@@ -107,7 +108,11 @@ async def start(
         for index, prompt in enumerate(prompts):
             if body.cache_salt is not None:
                 prompt = prompt | {"cache_salt": body.cache_salt}
-            options: dict[str, Any] = {"priority": body.priority, "lora_request": adapter}
+            options: dict[str, Any] = {"priority": body.priority}
+            if isinstance(adapter, PromptAdapterRequest):
+                prompt = prompt | {"prompt_adapter_request": adapter}
+            else:
+                options["lora_request"] = adapter
             stream = await llm.add_request(f"{name}-{index}", prompt, params, **options)
             generation.streams.append(stream)
             entered()

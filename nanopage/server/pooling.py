@@ -12,10 +12,10 @@ import numpy as np
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.audio import WHISPER
 from nanopage.checks.pooling import PoolingConfig
-from nanopage.inputs import LoRARequest
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams
 from nanopage.pooling.scoring import Pair, pair_texts, read_scores, scoring_prompts
+from nanopage.server.adapters import AnyServed
 from nanopage.server.completions import MAX_PROMPTS, read_prompts
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start
@@ -55,7 +55,7 @@ class PoolingCall:
         return made | self.make_reply(outputs) | {"usage": {"prompt_tokens": count, "total_tokens": count}}
 
 
-def embeddings(llm: AsyncLLM, body: EmbeddingBody, model: str, adapter: LoRARequest | None = None) -> PoolingCall:
+def embeddings(llm: AsyncLLM, body: EmbeddingBody, model: str, adapter: AnyServed | None = None) -> PoolingCall:
     """A call of /v1/embeddings. Raises: ApiError for a field that is out of bounds."""
     if body.encoding_format not in ENCODINGS:
         raise ApiError(400, f"encoding_format must be one of {', '.join(ENCODINGS)}", param="encoding_format")
@@ -81,7 +81,7 @@ def embeddings(llm: AsyncLLM, body: EmbeddingBody, model: str, adapter: LoRARequ
     return PoolingCall(llm, body, model, "embd", prompts, params, reply)
 
 
-def score(llm: AsyncLLM, body: ScoreBody, model: str, adapter: LoRARequest | None = None) -> PoolingCall:
+def score(llm: AsyncLLM, body: ScoreBody, model: str, adapter: AnyServed | None = None) -> PoolingCall:
     """A call of /v1/score. Raises: as `embeddings`."""
     for name in ("text_1", "text_2"):
         _check_count(name, getattr(body, name))
@@ -99,7 +99,7 @@ def score(llm: AsyncLLM, body: ScoreBody, model: str, adapter: LoRARequest | Non
     return _scoring_call(llm, body, model, "score", pairs, reply)
 
 
-def rerank(llm: AsyncLLM, body: RerankBody, model: str, adapter: LoRARequest | None = None) -> PoolingCall:
+def rerank(llm: AsyncLLM, body: RerankBody, model: str, adapter: AnyServed | None = None) -> PoolingCall:
     """A call of /v1/rerank. Raises: as `embeddings`."""
     if body.top_n is not None and body.top_n < 1:
         raise ApiError(400, f"top_n={body.top_n} is less than 1", param="top_n")

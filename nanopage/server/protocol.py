@@ -237,7 +237,8 @@ class CompletionBody(SamplingBody):
     def bound(self, max_tokens: int) -> None:
         super().bound(min(max_tokens, DEFAULT_MAX_TOKENS))
 
-    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None = None
+    prompt_embeds: str | Texts | None = None
     suffix: str | None = None
     echo: bool = False
     logprobs: Integer | None = None

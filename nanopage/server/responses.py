@@ -8,9 +8,9 @@ from typing import Any
 
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Arguments, Call, Content, Piece, Reasoning
-from nanopage.inputs import LoRARequest
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import SamplingParams
+from nanopage.server.adapters import AnyServed
 from nanopage.server.chat import Chat
 from nanopage.server.choices import changes
 from nanopage.server.errors import ApiError, unsupported
@@ -31,7 +31,7 @@ class Responses:
         llm: AsyncLLM,
         body: ResponsesBody,
         model: str,
-        adapter: LoRARequest | None = None,
+        adapter: AnyServed | None = None,
         options: ToolOptions | None = None,
     ):
         for field, asks in (("top_logprobs", body.top_logprobs > 0), ("include", LOGPROBS in body.include)):

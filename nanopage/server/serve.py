@@ -68,7 +68,8 @@ def main(arguments: list[str]) -> int:
             "if something else protects it"
         )
     check_replicas(args)
-    modules = parse_modules(args.lora_modules)
+    modules = parse_modules("--lora-modules", args.lora_modules)
+    soft_prompts = parse_modules("--prompt-adapters", args.prompt_adapters)
     engine_args = EngineArgs.from_cli_args(args)
     settings = {
         "model_names": args.served_model_name or [hub.name_of(args.model)],
@@ -81,7 +82,7 @@ def main(arguments: list[str]) -> int:
         "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
         "tool_options": ToolOptions(args.tool_call_parser, args.named_tool_finish_reason),
     }
-    check_adapters(args, modules, settings["model_names"])
+    check_adapters(args, [*modules, *soft_prompts], settings["model_names"])
     tracer = _tracer(args.otlp_traces_endpoint)
     no_view = why_no_view(args, bool(keys))
     state = ServerState(**settings, tracer=tracer, view=None if no_view else LiveView(), no_view=no_view)
@@ -90,7 +91,7 @@ def main(arguments: list[str]) -> int:
     engine: OneEngine | Front
     if args.replicas is None:
         engine, app = (
-            OneEngine(state, engine_args, modules),
+            OneEngine(state, engine_args, modules, soft_prompts),
             create_app(state, keys, hosts, args.public_metrics, args.root_path),
         )
     else:
@@ -196,6 +197,9 @@ def parser() -> argparse.ArgumentParser:
         "--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters that clients know as models"
     )
     group.add_argument(
+        "--prompt-adapters", nargs="+", default=[], metavar="NAME=PATH", help="soft prompts that clients know as models"
+    )
+    group.add_argument(
         "--allow-runtime-lora-updating", action="store_true", help="clients may load adapters from any directory"
     )
     group.add_argument(
@@ -282,15 +286,20 @@ def why_no_view(args: argparse.Namespace, has_keys: bool) -> str:
     return "the server was started with --insecure: start it with --view as well" if args.insecure else ""
 
 
-def check_adapters(args: argparse.Namespace, modules: dict[str, str], model_names: list[str]) -> None:
+def check_adapters(args: argparse.Namespace, names: list[str], model_names: list[str]) -> None:
     """Raises: ValueError for options of adapters that need others."""
     for name in ("lora_modules", "allow_runtime_lora_updating"):
         if getattr(args, name) and not args.enable_lora:
             raise ValueError(f"--{name.replace('_', '-')} needs --enable-lora")
-    if args.enable_lora and args.replicas is not None:
-        raise ValueError("--enable-lora does not work with --replicas")
-    if taken := modules.keys() & set(model_names):
-        raise ValueError(f"--lora-modules: {', '.join(sorted(taken))} is the name of the model")
+    if args.prompt_adapters and not args.enable_prompt_adapter:
+        raise ValueError("--prompt-adapters needs --enable-prompt-adapter")
+    for option in ("enable_lora", "enable_prompt_adapter"):
+        if getattr(args, option) and args.replicas is not None:
+            raise ValueError(f"--{option.replace('_', '-')} does not work with --replicas")
+    if taken := set(names) & set(model_names):
+        raise ValueError(f"an adapter cannot have the name of the model: {', '.join(sorted(taken))}")
+    if len(set(names)) < len(names):
+        raise ValueError("--lora-modules and --prompt-adapters have a name in common")
 
 
 def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_args: EngineArgs) -> "Front":
@@ -360,11 +369,13 @@ class OneEngine:
 
     Args:
         state: gets the engine.
-        modules: name of an adapter -> its path.
+        modules, soft_prompts: name of an adapter -> its path.
     """
 
-    def __init__(self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str]):
-        self.state, self.engine_args, self.modules = state, engine_args, modules
+    def __init__(
+        self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str], soft_prompts: dict[str, str]
+    ):
+        self.state, self.engine_args, self.modules, self.soft_prompts = state, engine_args, modules, soft_prompts
 
     @property
     def loaded(self) -> bool:
@@ -376,6 +387,8 @@ class OneEngine:
         adapters = self.state.adapters
         try:
             adapters.requests |= {name: adapters.check(llm, name, path) for name, path in self.modules.items()}
+            for name, path in self.soft_prompts.items():
+                adapters.requests[name] = adapters.check_soft_prompt(llm, name, path)
         except BaseException:
             llm.shutdown(SECONDS_TO_CLOSE)
             raise

@@ -73,8 +73,9 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield f"enable_lora does not work here: {path} has layers with a state"
     if model_config.encoded_positions:
         yield from _refused_by_encoder(config, path)
-    if model_config.model_impl == "transformers" and config.enable_prompt_embeds:
-        yield "enable_prompt_embeds does not work with model_impl='transformers': its modules take tokens"
+    if model_config.model_impl == "transformers":
+        for name in config.given("enable_prompt_embeds", "enable_prompt_adapter"):
+            yield f"{name} does not work with model_impl='transformers': its modules take tokens"
     if model_config.experts is None and config.enable_expert_parallel:
         yield f"enable_expert_parallel=True, but {path} has no experts"
 
@@ -83,8 +84,8 @@ def _refused_by_encoder(config: EngineConfig, path: Path) -> Iterator[str]:
     """What does not fit a model whose decoder attends to what an encoder has read."""
     if config.pipeline_parallel_size > 1:
         yield f"pipeline_parallel_size={config.pipeline_parallel_size} does not work with the encoder of {path}"
-    if config.enable_prompt_embeds:
-        yield f"enable_prompt_embeds does not work with {path}: its prompts have sound, which no embedding replaces"
+    for name in config.given("enable_prompt_embeds", "enable_prompt_adapter"):
+        yield f"{name} does not work with {path}: its prompts have sound, which no embedding replaces"
     if config.speculation is not None and config.speculation.method == "draft_model":
         yield f"speculative_config: method='draft_model' does not work with {path}: a draft model does not hear"
     if config.kv_cache_dtype != "auto":

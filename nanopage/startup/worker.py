@@ -108,7 +108,8 @@ def build_worker(
     if (quantized := model_config.quantization) is not None and wings.stored_as != BLOCKS:
         becomes = wings.stored_as or str(setup.dtype).removeprefix("torch.")
         logger.info(f"the weights of {path.name} ({quantized.method}: {quantized.layout}) become {becomes}")
-    if part.is_first and not model_config.is_encoder and (config.enable_prompt_embeds or model.encoders):
+    takes_embeds = config.enable_prompt_embeds or config.enable_prompt_adapter
+    if part.is_first and not model_config.is_encoder and (takes_embeds or model.encoders):
         wings.items = ItemRows(model_config, model.encoders, setup.dtype, device)
         if getattr(model_config.encoders.get("image"), "whole", False):
             wings.wrap = partial(WholeWay, items=wings.items)

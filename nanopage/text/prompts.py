@@ -17,6 +17,7 @@ MAX_SALT = 1024  # characters
 ITEM_FIELDS = {  # of a prompt, and why they are refused if nothing reads them
     "prompt_embeds": "needs enable_prompt_embeds=True",
     "multi_modal_data": "is not supported by this model, whose prompts are text",
+    "prompt_adapter_request": "needs enable_prompt_adapter=True",
 }
 
 

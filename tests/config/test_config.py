@@ -92,7 +92,7 @@ OTHER_SIZES = (
     *("image_size", "patch_size", "scale_factor", "longest_edge", "mm_tokens_per_image"),  # tests/vision has them
 )  # two are an encoder's; tests/models and tests/recurrent have the last lines
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
-FLAGS = ["enable_prompt_embeds", "enable_prefix_caching", "enforce_eager", "enable_lora"]
+FLAGS = ["enable_prompt_embeds", "enable_prompt_adapter", "enable_prefix_caching", "enforce_eager", "enable_lora"]
 EXPERTS = "enable_expert_parallel"
 
 CHOICES = {

@@ -127,18 +127,18 @@ def test_what_is_refused(state, tmp_path, llm):
 
 
 def test_options():
-    assert parse_modules(["a=/x", "b=y=z"]) == {"a": "/x", "b": "y=z"}
+    assert parse_modules("--x", ["a=/x", "b=y=z"]) == {"a": "/x", "b": "y=z"}
     for value in ("a", "=x", "a=", "a\n=x"):
         with pytest.raises(ValueError, match="not NAME=PATH"):
-            parse_modules([value])
+            parse_modules("--x", [value])
     with pytest.raises(ValueError, match="a occurs twice"):
-        parse_modules(["a=x", "a=y"])
+        parse_modules("--x", ["a=x", "a=y"])
     for arguments, message in (
         (["--lora-modules", "a=x"], "--lora-modules needs --enable-lora"),
         (["--allow-runtime-lora-updating"], "--allow-runtime-lora-updating needs --enable-lora"),
         (["--enable-lora", "--replicas", "2"], "--enable-lora does not work with --replicas"),
-        (["--enable-lora", "--lora-modules", "tiny=x"], "tiny is the name of the model"),
+        (["--enable-lora", "--lora-modules", "tiny=x"], "the name of the model: tiny"),
     ):
         args = parser().parse_args(arguments)
         with pytest.raises(ValueError, match=message):
-            check_adapters(args, parse_modules(args.lora_modules), ["tiny"])
+            check_adapters(args, [*parse_modules("--lora-modules", args.lora_modules)], ["tiny"])
