@@ -5,7 +5,8 @@
         print(output.outputs[0].delta, end="")
 
 One thread steps the engine (aio/engine_thread.py). Two other threads turn prompts into token ids, so the event loop
-never waits for a tokenizer. One more thread compiles grammars, so prompts never wait for grammars. An AsyncLLM that
+never waits for a tokenizer. One more thread compiles grammars, and four load images, so prompts never wait for grammars
+or downloads. An AsyncLLM that
 nobody uses, and whose outputs nobody reads, ends as after `shutdown`.
 """
 
@@ -82,6 +83,7 @@ class AsyncLLM:
         self.engine_thread = EngineThread(engine, self.metrics.count)
         self._tokenizing = ThreadPoolExecutor(2, "nanopage-tokenizer")
         self._compiling = ThreadPoolExecutor(1, "nanopage-grammars")
+        self._loading = ThreadPoolExecutor(4, "nanopage-images")
         weakref.finalize(self, self.engine_thread.stop).atexit = False  # the thread itself sees to the exit
 
     @classmethod
@@ -163,6 +165,10 @@ class AsyncLLM:
         """The result of a function that compiles grammars."""
         return await self._in_pool(self._compiling, function, *args)
 
+    async def in_loader(self, function: Callable, *args: Any) -> Any:
+        """The result of a function that loads an image."""
+        return await self._in_pool(self._loading, function, *args)
+
     async def _in_pool(self, pool: ThreadPoolExecutor, function: Callable, *args: Any) -> Any:
         self.engine_thread.check_alive()
         try:
@@ -238,6 +244,6 @@ class AsyncLLM:
         Returns: whether the engine's thread has ended.
         """
         ended = self.engine_thread.shutdown(timeout)
-        for pool in (self._tokenizing, self._compiling):
+        for pool in (self._tokenizing, self._compiling, self._loading):
             pool.shutdown(wait=False, cancel_futures=True)
         return ended

@@ -21,7 +21,7 @@ from nanopage.server.adapters import LoadBody, UnloadBody, path_of
 from nanopage.server.audio import add_audio
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
-from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response
+from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response, unsupported
 from nanopage.server.fields import ignored_header
 from nanopage.server.generation import too_long
 from nanopage.server.json_body import JsonRoute
@@ -113,7 +113,8 @@ def guard(
     """
     paths = [route.path for route in routes.routes if hasattr(route, "path")]
     open_paths = [*OPEN_PATHS, *(["/metrics"] if public_metrics else []), *(["/view"] if state.view else [])]
-    return Gate(app or routes, api_keys or [], hosts or [], state.replies, paths, open_paths, root_path)
+    options = paths, open_paths, root_path, state.sees_images
+    return Gate(app or routes, api_keys or [], hosts or [], state.replies, *options)
 
 
 def create_routes(state: ServerState) -> FastAPI:
@@ -349,7 +350,10 @@ def _tokenize(llm: AsyncLLM, body: TokenizeBody, options: ToolOptions) -> list[i
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
         tools = read_tool_use(llm, body, options).offered
-        return chat_prompt(llm, body, tools)["prompt_token_ids"]
+        prompt = chat_prompt(llm, body, tools)
+        if "multi_modal_data" not in prompt:
+            return prompt["prompt_token_ids"]
+        raise unsupported("messages", "images become tokens only in a call that makes text")
     try:
         return llm.engine.input_processor.prompts.encode(body.prompt or "", body.add_special_tokens is not False)
     except PromptTooLongError as error:

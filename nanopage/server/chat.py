@@ -14,6 +14,7 @@ from nanopage.server.adapters import AnyServed
 from nanopage.server.choices import Change, changes, usage
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start
+from nanopage.server.images import load_images, text_of
 from nanopage.server.logprobs import chat_logprobs
 from nanopage.server.protocol import ChatBody
 from nanopage.server.templates import chat_prompt
@@ -113,12 +114,12 @@ class Chat:
     @property
     def prompts(self) -> list[str]:
         """The conversation and the tools, roughly, to estimate its length."""
-        texts = [str(message.get("content")) for message in self.body.messages]
-        return ["".join([*texts, *(str(tool.describe()) for tool in self.use.offered)])]
+        return ["".join([*text_of(self.body.messages), *(str(tool.describe()) for tool in self.use.offered)])]
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
         prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body, self.use.offered)
+        await load_images(self.llm, prompt, self.body.messages)
         self.reasoning, tokenizer = prompt["reasoning"], self.llm.engine.tokenizer
         marks = () if self.reasoning is None else (THINK, END_THINK)
         if self.reads_calls or any(is_special(tokenizer, mark) for mark in marks):

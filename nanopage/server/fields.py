@@ -16,7 +16,7 @@ from nanopage.server.errors import ApiError, unsupported
 
 NO_TOOLS = "use /v1/chat/completions"
 NO_GRAMMAR = "use response_format or structured_outputs"
-NO_AUDIO = "models read and write text"
+NO_AUDIO = "models write text"
 
 # field -> (the values that ask for nothing, why other values are refused)
 REFUSED: dict[str, tuple[tuple, str]] = {
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "verbosity": (("medium",), "the model's template has no verbosity"),
     "chat_template": ((), "templates are those of the server"),
     "documents": (([],), "templates are given no documents"),
-    "mm_processor_kwargs": (({},), NO_AUDIO),
+    "mm_processor_kwargs": (({},), "images are prepared as the model's files say"),
     "prompt_embeds": ((), "only /v1/completions takes embeddings"),
     "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
     "use_beam_search": ((False,), "beam search is not served"),
@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[tuple, str]] = {
 }
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 
-PARTS = ("type", "text", "refusal")
+PARTS = ("type", "text", "refusal", "image_url")
 TOOL = ("name", "description", "parameters", "strict")
 # Where an object is -> the fields that are read there
 CHAT = {
@@ -82,7 +82,7 @@ CHAT = {
     "tool_choice": ("type", "function"),
     "tool_choice.function": ("name",),
 }
-RESPONSE_PARTS = (*PARTS, "annotations", "logprobs")
+RESPONSE_PARTS = (*PARTS, "detail", "annotations", "logprobs")
 RESPONSES = {
     "input[]": (
         *("type", "id", "status", "role", "content", "call_id", "name", "arguments", "output"),
@@ -95,8 +95,8 @@ RESPONSES = {
 }
 # Fields that would change the answer. Empty values ask for nothing.
 REFUSED_INSIDE = {
-    **dict.fromkeys(("images", "image", "image_url", "videos", "video"), "models read and write text"),
-    **dict.fromkeys(("audio", "input_audio"), "models read and write text"),
+    **dict.fromkeys(("images", "image"), "images are parts of the type image_url"),
+    **dict.fromkeys(("audio", "input_audio", "videos", "video"), "models read text and images"),
     **dict.fromkeys(("file", "files", "attachments", "documents"), "send their text as content"),
     "function_call": "use tool_calls",
     "prefix": "use continue_final_message",

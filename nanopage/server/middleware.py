@@ -9,7 +9,7 @@ import hashlib
 import hmac
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,6 +18,7 @@ from nanopage.server.errors import ApiError
 MAX_BODY = 4 << 20  # bytes. FastAPI parses a body on the event loop
 AUDIO_PATHS = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}  # by their tasks
 MAX_AUDIO = (25 << 20) + (64 << 10)  # bytes of a body there: OpenAI's limit for a file, and the form around it
+MAX_BODY_WITH_IMAGES = 32 << 20  # a long string takes the parser little time
 MAX_ARRIVING = 64 << 20  # bytes of all bodies that have not arrived whole
 MAX_BODIES = 256 << 20  # bytes of all bodies whose calls have not ended
 SMALL_BODY = 64 << 10  # bytes: accepted whatever these sums are, so that large bodies do not keep small ones out
@@ -36,6 +37,7 @@ class Gate:
         replies: counts (method, path, status) of replies.
         paths: the paths that `replies` tells apart; all others are counted as "other".
         open_paths: the paths that need no key.
+        images: whether bodies may have images, which are large.
         root_path: a prefix, such as /llm, that paths may have. A reverse proxy may remove or keep the prefix.
     """
 
@@ -48,11 +50,12 @@ class Gate:
         paths: Sequence[str],
         open_paths: Sequence[str] = OPEN_PATHS,
         root_path: str = "",
+        images: Callable[[], bool] = lambda: False,
     ):
         self.app, self.hosts, self.replies, self.paths, self.open_paths = app, hosts, replies, paths, open_paths
         self.num_arriving = 0  # bytes
         self.num_held = 0
-        self.root_path = root_path
+        self.root_path, self.images = root_path, images
         self.digests = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +124,8 @@ class Gate:
     async def _read_body(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The whole body; None if the client has gone. Raises: ApiError if it is too large or too slow, or if too much
         is arriving."""
-        length, most = headers.get(b"content-length", b"0"), MAX_AUDIO if path in AUDIO_PATHS.values() else MAX_BODY
+        length = headers.get(b"content-length", b"0")
+        most = MAX_AUDIO if path in AUDIO_PATHS.values() else MAX_BODY_WITH_IMAGES if self.images() else MAX_BODY
         if not length.isdigit() or len(length) > 20 or int(length) > most:
             raise _too_large(most)
         _check_room(int(length), self.num_arriving + int(length), MAX_ARRIVING)

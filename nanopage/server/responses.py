@@ -356,9 +356,11 @@ def _text(item: dict, name: str, i: int) -> str:
 def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
-    return [
-        {"type": "text", "text": part.get("text")}
-        if isinstance(part, dict) and part.get("type") in TEXT_PARTS
-        else part
-        for part in content
-    ]
+    return [_chat_part(part) if isinstance(part, dict) else part for part in content]
+
+
+def _chat_part(part: dict) -> dict:
+    if part.get("type") == "input_image":
+        url = {name: part[name] for name in ("detail",) if name in part} | {"url": part.get("image_url")}
+        return {"type": "image_url", "image_url": url}
+    return {"type": "text", "text": part.get("text")} if part.get("type") in TEXT_PARTS else part

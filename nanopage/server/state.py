@@ -82,6 +82,10 @@ class ServerState:
             raise ApiError(503, str(self.llm.dead_error), code="engine_dead", retry_after=30)
         return self.llm
 
+    def sees_images(self) -> bool:
+        """Whether the model has been loaded and sees images."""
+        return self.llm is not None and "image" in self.llm.engine.model_config.encoders
+
     def check_health(self) -> None:
         """Raises: ApiError if the server cannot answer requests."""
         llm = self.require()

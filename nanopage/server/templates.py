@@ -7,6 +7,7 @@ from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_definitions import Tool
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.generation import too_long
+from nanopage.server.images import check_sight
 from nanopage.server.protocol import ChatBody, ResponsesBody, TokenizeBody
 from nanopage.text.chat_template import MESSAGE_FIELDS
 from nanopage.text.prompts import PromptTooLongError
@@ -29,6 +30,7 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
             "begins a new one",
             param="continue_final_message",
         )
+    check_sight(llm, body.messages or [])
     kwargs, _ = template_kwargs(llm, body)
     reader = llm.engine.input_processor.prompts
     try:

@@ -1,0 +1,154 @@
+"""Images in the server's endpoints."""
+
+import asyncio
+import contextlib
+import json
+
+import openai
+import pytest
+from asgi import call
+from seeing import data_url, file_of, idefics_model, picture
+from server_process import serving
+
+from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
+from nanopage.server.app import create_app
+from nanopage.server.middleware import MAX_BODY
+from nanopage.server.state import ServerState
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CHAT = "/v1/chat/completions"
+OPTIONS = {"enforce_eager": True, "num_gpu_blocks_override": 150, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("smolvlm")
+    idefics_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def llm(directory):
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(directory), limit_mm_per_prompt={"image": 2}, **OPTIONS))
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture
+def app(llm):
+    state = ServerState(["tiny"], llm=llm)
+    return create_app(state, [], ["localhost"])
+
+
+def message(*parts):
+    content = [
+        {"type": "text", "text": part}
+        if not part.startswith("data:")
+        else {"type": "image_url", "image_url": {"url": part}}
+        for part in parts
+    ]
+    return {"role": "user", "content": content}
+
+
+def post(app, path=CHAT, **body):
+    return asyncio.run(call(app, "POST", path, {"max_tokens": 6, "temperature": 0, "ignore_eos": True} | body))
+
+
+FIRST, SECOND = data_url(picture()), data_url(file_of(picture(60, 90, seed=1), "JPEG"))
+
+
+def test_a_conversation_with_two_images_over_three_turns_through_the_sdk(directory, tmp_path):
+    offline = LLM(str(directory), **OPTIONS)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    options = {"max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    arguments = (directory, "--max-model-len", 1024, "--limit-mm-per-prompt", "image=2", "--served-model-name", "tiny")
+    messages = []
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(serving(*arguments, log=tmp_path / "log")).wait_until_ready()
+        client = stack.enter_context(openai.OpenAI(base_url=url, api_key="any", max_retries=0))
+        create = client.chat.completions.create
+        for parts in ((FIRST, "where is the cat?"), ("and the dog?",), ("in", SECOND, "the morning?")):
+            messages.append(message(*parts))
+            reply = create(model="tiny", messages=messages, **options)
+            [expected] = offline.chat(messages, params, use_tqdm=False)
+            assert reply.choices[0].message.content == expected.outputs[0].text
+            assert reply.usage.prompt_tokens == len(expected.prompt_token_ids)
+            if len(messages) > 1:
+                assert reply.usage.prompt_tokens_details.cached_tokens > 150  # also the image
+            messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+        chunks = create(model="tiny", messages=messages[:1], stream=True, **options)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == messages[1]["content"]
+        with pytest.raises(openai.BadRequestError, match="3 images are more than 2"):
+            create(model="tiny", messages=[message(FIRST, FIRST, FIRST)], **options)
+
+
+def test_responses_take_images(app):
+    content = [{"type": "input_text", "text": "the cat"}, {"type": "input_image", "image_url": FIRST, "detail": "auto"}]
+    body = {"max_output_tokens": 6, "temperature": 0, "ignore_eos": True}
+    reply = asyncio.run(call(app, "POST", "/v1/responses", body | {"input": [{"role": "user", "content": content}]}))
+    chat = post(app, messages=[message("the cat", FIRST)])
+    assert reply.json["output"][0]["content"][0]["text"] == chat.json["choices"][0]["message"]["content"]
+    content[1]["image_url"] = "data:image/png;base64,AAAA"
+    reply = asyncio.run(call(app, "POST", "/v1/responses", body | {"input": [{"role": "user", "content": content}]}))
+    assert reply.status == 400 and reply.error["param"] == "input[0].content[1]"
+
+
+def part(**image):
+    return [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", **image}]}]
+
+
+def url(text):
+    return part(image_url={"url": text})
+
+
+PLACE = "messages[0].content[1]"
+REFUSED = {
+    "no url": (part(), PLACE, "'image_url'"),
+    "no text": (part(image_url={"url": 5}), f"{PLACE}.image_url", "must be a URL"),
+    "an unknown field": (part(image_url={"url": FIRST, "x": 1}), f"{PLACE}.image_url", "'x'"),
+    "low detail": (part(image_url={"url": FIRST, "detail": "low"}), f"{PLACE}.image_url.detail", "'auto' or 'high'"),
+    "not base64": (url("data:image/png;base64,%%%"), PLACE, "not valid base64"),
+    "not an image": (url("data:image/png;base64,AAAA"), PLACE, "not an image of the formats"),
+    "a truncated file": (url(data_url(file_of(picture())[:-100])), PLACE, "the image is broken"),
+    "a web address": (url("http://localhost/a.png"), PLACE, "allowed_media_domains"),
+    "an address of a cloud": (url("http://169.254.169.254/latest/meta-data"), PLACE, "allowed_media_domains"),
+    "a file": (url("file:///etc/passwd"), PLACE, "allowed_local_media_path"),
+    "too many": ([message(FIRST, FIRST, FIRST)], "messages", "3 images are more than 2"),
+    "a placeholder as text": ([message("<image>", FIRST)], "messages", "'<image>' 2 times, but there are 1 images"),
+    "of an assistant": ([{**message(FIRST), "role": "assistant"}], "messages[0].content", "only the role 'user'"),
+    "many tokens": ([message(FIRST, "the cat " * 2000)], "messages", "context length"),
+}
+
+
+@pytest.mark.parametrize(("messages", "param", "error"), REFUSED.values(), ids=REFUSED)
+def test_what_is_wrong_with_an_image_is_said(app, messages, param, error):
+    reply = post(app, messages=messages)
+    assert (reply.status, reply.error["param"]) == (400, param) and error in reply.error["message"]
+    assert "/" not in reply.error["message"] or "data:" in reply.error["message"]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (10_000, 10), (3, 900)])
+def test_images_of_extreme_shapes_are_read(app, size):
+    assert post(app, messages=[message(data_url(picture(*size)), "the cat")]).status == 200
+
+
+def test_bodies_with_images_may_be_large(app):
+    padded = json.dumps({"messages": url("data:image/png;base64,AAAA"), "user": "x" * MAX_BODY}).encode()
+    assert asyncio.run(call(app, "POST", CHAT, padded)).error["param"] == PLACE
+    huge = asyncio.run(call(app, "POST", CHAT, b" " * (33 << 20)))
+    assert huge.status == 413 and "32 MiB" in huge.error["message"]
+
+
+def test_tokenize_refuses_images(app):
+    reply = asyncio.run(call(app, "POST", "/tokenize", {"messages": [message(FIRST)]}))
+    assert (reply.status, reply.error["param"], reply.error["code"]) == (400, "messages", "unsupported")
+
+
+def test_a_model_without_sight_refuses_images(model):
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
+    try:
+        reply = post(create_app(ServerState(["tiny"], llm=llm), [], ["localhost"]), messages=[message("a", FIRST)])
+        assert (reply.status, reply.error["param"], reply.error["code"]) == (400, PLACE, "unsupported")
+    finally:
+        llm.shutdown()
