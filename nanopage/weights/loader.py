@@ -174,6 +174,7 @@ def _read(
         for tensor, name in names.items()
         if tensor.dtype in FLOATS and (name in wanted or KV_SCALE.fullmatch(name))
     }
+    slices = {tensor.name: slices[name] for tensor, name in names.items() if name in slices}
     for name, start, rows in pieces_of(checkpoint, [tensor for tensor in names if tensor.name in used], slices):
         yield used[name], start, rows
 
