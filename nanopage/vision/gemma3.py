@@ -27,11 +27,12 @@ class Gemma3Config:
 
 @dataclass(frozen=True)
 class Gemma3Images:
-    """Scales images. size: of a side, in pixels. tokens: of an image."""
+    """Scales images. size: of a side, in pixels. tokens, patches: of an image."""
 
     pixels: Pixels
     size: int
     tokens: int
+    patches: int
     placeholder = BEGIN
 
     def read(self, image: "Image") -> tuple[str, list[np.ndarray]]:
@@ -52,4 +53,4 @@ def read_images(path: Path, config: Gemma3Config) -> Gemma3Images:
         raise fields.unsupported("do_pan_and_scan", "true", ["false"])
     if (length := processor.values.get("image_seq_length", config.tokens)) != config.tokens:
         raise processor.error("image_seq_length", f"is {shown(length)}, but mm_tokens_per_image is {config.tokens}")
-    return Gemma3Images(read_pixels(fields, resample=2), wanted, config.tokens)
+    return Gemma3Images(read_pixels(fields, resample=2), wanted, config.tokens, config.tower.side**2)

@@ -38,7 +38,7 @@ class Idefics3Images:
     """Cuts images up.
 
     tile: pixels of a side of a tile. longest: of the longer side of a scaled image; None: images are not scaled first.
-    splits: whether images are cut. tokens: of each tile.
+    splits: whether images are cut. tokens, patches: of each tile.
     """
 
     pixels: Pixels
@@ -46,6 +46,7 @@ class Idefics3Images:
     longest: int | None
     splits: bool
     tokens: int
+    patches: int
     placeholder = IMAGE
 
     def read(self, image: "Image") -> tuple[str, list[np.ndarray]]:
@@ -88,6 +89,7 @@ def read_images(path: Path, config: Idefics3Config) -> Idefics3Images:
         longest=longest if fields.flag("do_resize", True) else None,
         splits=fields.flag("do_image_splitting", True),
         tokens=tokens,
+        patches=side**2,
     )
 
 

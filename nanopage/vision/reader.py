@@ -21,12 +21,13 @@ MOST_IMAGES = 16  # of a prompt, without limit_mm_per_prompt
 class Images(Protocol):
     """How a model's images are prepared (vision/idefics3.py, vision/gemma3.py).
 
-    pixels: how the encoder prepares pixels. tokens: of each array that `read` returns.
+    pixels: how the encoder prepares pixels. tokens, patches: of each array that `read` returns.
     placeholder: what stands for an image in a prompt.
     """
 
     pixels: Pixels
     tokens: int
+    patches: int
     placeholder: str
 
     def read(self, image: "Image") -> tuple[str, list[np.ndarray]]:
@@ -100,7 +101,7 @@ class ImageReader:
         if len(places) != tokens * len(arrays):
             raise ValueError(f"the tokenizer does not make the token {self.config.image_token} of an image's text")
         for place, array in zip(places[::tokens], arrays, strict=True):
-            item = make_item("image", place, tokens, {"pixels": array} | self.scaling, cost=tokens)
+            item = make_item("image", place, tokens, {"pixels": array} | self.scaling, cost=self.images.patches)
             item.whole = self.config.whole
             prompt.items.append(item)
         token_ids += new
