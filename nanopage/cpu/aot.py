@@ -1,10 +1,10 @@
 """Compiled: runs steps on a CPU with decoder layers that torch.export and AOTInductor compile ahead of time.
 
 A layer is compiled in two parts: before attention and after it. Attention itself is C++ (cpu/flash_attention.cpp). A
-layer with a state (recurrent/states.py) is compiled whole, for steps in which every sequence has one token; in other
-steps its own module runs. Weights are inputs of the compiled code, so the code of one layer serves all layers of the
-same form. The time to compile therefore does not depend on the depth: for SmolLM2-135M, 30 s on two cores. A process of
-the lowest priority (`aot_compile.py`) compiles while the engine works eagerly, and writes shared libraries to
+layer with a state (recurrent/states.py) is compiled whole, once for sequences with a single token and once for others.
+Weights are inputs of the compiled code, so the code of one layer serves all layers of the same form. The time to
+compile therefore does not depend on the depth: for SmolLM2-135M, 30 s on two cores. A process of the lowest priority
+(`aot_compile.py`) compiles while the engine works eagerly, and writes shared libraries to
 `$XDG_CACHE_HOME/nanopage/compiled`, or to `~/.cache/nanopage/compiled`. A later start only loads these libraries, which
 takes milliseconds and does not import the compiler. A call (`aot_chain.py`) costs microseconds, because there are no
 guards to evaluate and C++ calls the kernels. In return, nothing checks the shapes of inputs.
@@ -42,6 +42,7 @@ from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of
+from nanopage.recurrent.states import state_of
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
@@ -55,11 +56,13 @@ logger = logging.getLogger("nanopage")
 #   chain   aot_chain.cpp with cpu/flash_attention.cpp: attention, and the calls of the other parts
 #   before  a layer up to the write to the cache
 #   after   a layer after its attention
-#   mixer   a whole layer with a state, where every sequence has one token
+#   mixer   a whole layer with a state
 #   head    the last norm and the head; for a single row, also the token with the largest logit
 # All but the chain are compiled for two kinds of steps, by the number of rows that they compute:
 #   one     a single row
 #   many    any number of rows; without weights in tiles, the model's own norm and head then run instead
+# In these steps, a layer with a state computes a token of each sequence. Its code for sequences with several tokens:
+#   prompts
 # Layers with slots for adapters are also compiled for two more kinds of steps, where a row has an adapter:
 #   adapted-one, adapted-many
 # Where only some layers have experts, PLAIN follows the names of the parts of the others. CROSS follows those of layers
@@ -261,7 +264,10 @@ class Compiled:
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledLayers:
         modules: list[Any] = list(self.model.layers)
         windows, caches = attention_windows(self.config), list(self.kv_cache.layers)
-        caches = [state_of(cache) if window == STATE else cache for cache, window in zip(caches, windows, strict=True)]
+        caches = [
+            state_of(cache, torch.float32) if window == STATE else cache
+            for cache, window in zip(caches, windows, strict=True)
+        ]
         ropes = [0 if window == STATE else layer.self_attn.rope for layer, window in zip(modules, windows, strict=True)]
 
         def fixed(tensors_of: Callable[[nn.Module], dict[str, Tensor]]) -> list[FixedInputs]:
@@ -276,7 +282,9 @@ class Compiled:
             functions = [[libraries[part, kind] for part in parts_of(self.config, i)] for i in range(len(modules))]
             layers[kind] = Layers(functions, of_kind, caches, windows, ropes, self.kv_cache.kinds.of_layers)
         heads = self.config.num_heads, self.config.head_dim
-        return CompiledLayers(chain, layers, modules, heads, self.spec["threads"])
+        names = {index: parts_of(self.config, index)[0] for index, window in enumerate(windows) if window == STATE}
+        prompts = {index: libraries[name, "prompts"] for index, name in names.items()}
+        return CompiledLayers(chain, layers, prompts, modules, heads, self.spec["threads"])
 
     def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledHead | None:
         """The compiled head. None if the head has no tiles, because oneDNN chose another layout for it, or if the model
@@ -329,11 +337,6 @@ def own_tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors_of(layer).items() if id(tensor) not in adapters}
 
 
-def state_of(kv_cache: Tensor) -> Tensor:
-    """A view of one layer's cache, with states in place of K and V: float32 [2, num_blocks, numbers]."""
-    return kv_cache.flatten(2).view(torch.float32)
-
-
 def attention_windows(config: ModelConfig) -> Sequence[int | None]:
     """The window of each layer. STATE for those without attention."""
     return [None if config.encoded_positions and window == STATE else window for window in config.sliding_windows]
@@ -344,9 +347,9 @@ def attention_to_encoded(attention: Any, num_positions: int) -> Any:
     knows. Other attention is returned as it is."""
     if isinstance(attention, GroupedAttention):
         return attention
-    ones = torch.ones(len(attention.sequence), dtype=torch.int64)
-    tables = attention.targets[attention.sequence][:, None]
-    return GroupedAttention(attention.sequence, tables, ones, ones * num_positions)  # no slots: nothing is written
+    blocks = attention.targets.repeat_interleave(torch.from_numpy(attention.counts))  # of each token
+    ones = torch.ones_like(blocks)
+    return GroupedAttention(blocks, blocks[:, None], ones, ones * num_positions)  # no slots: nothing is written
 
 
 def parts_of(config: ModelConfig, index: int) -> list[str]:
@@ -369,6 +372,7 @@ def file_kinds(config: ModelConfig, tiled: bool, adapted: bool) -> dict[str, tup
     kinds = [(part, "one") for part in (*layers, "head")] + [(part, "many") for part in layers]
     if tiled:
         kinds += [("head", "many")]
+    kinds += [(part, "prompts") for part in layers if part.startswith("mixer")]
     if adapted:
         kinds += [(part, f"adapted-{kind}") for kind in ("one", "many") for part in layers]
     return {CHAIN: ("chain", "")} | {f"{part}-{kind}.so": (part, kind) for part, kind in kinds}

@@ -22,6 +22,7 @@ from torch._C import _aoti
 from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import Decoder
+from nanopage.recurrent.sequences import CHUNK, divide
 from nanopage.state.layer_kinds import MOST_KINDS
 
 # A step with at least this many rows for each thread is computed in parts, one by each thread. Every thread then reads
@@ -223,11 +224,13 @@ class Chain:
 
 
 class CompiledLayers:
-    """Computes the layers of a Decoder, with compiled code. Layers with a state run eagerly in a step in which a
-    sequence has several tokens.
+    """Computes the layers of a Decoder, with compiled code. If a sequence has several tokens, layers with a state are
+    called by themselves: once for the sequences with a single token, and once for the others. They run eagerly if the
+    others are short.
 
     Args:
         layers: by the kind of step, by rows and adapters.
+        prompts: of each layer with a state, its function for sequences with several tokens.
         modules: the layers of the Decoder.
         heads: num_heads and head_dim of attention.
         num_threads: the most threads that a step may have.
@@ -237,12 +240,13 @@ class CompiledLayers:
         self,
         chain: Chain,
         layers: dict[str, Layers],
+        prompts: dict[int, Library],
         modules: Sequence[nn.Module],
         heads: tuple[int, int],
         num_threads: int,
     ):
-        self.chain, self.layers, self.modules, self.heads = chain, layers, modules, heads
-        self.num_threads = num_threads
+        self.chain, self.layers, self.prompts, self.modules = chain, layers, prompts, modules
+        self.heads, self.num_threads = heads, num_threads
         self.have_state = [len(functions) == 1 for functions in layers["many"].functions]
 
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
@@ -253,11 +257,24 @@ class CompiledLayers:
         for has_state, run in groupby(range(len(self.modules)), self.have_state.__getitem__):
             if has_state:
                 for index in run:
-                    x = self.modules[index](x, step)
+                    x = self._run_state(index, x, step)
             else:
                 indexes = list(run)
                 x = self._run(range(indexes[0], indexes[-1] + 1), x, step)
         return x
+
+    def _run_state(self, index: int, x: Tensor, step: StepContext) -> Tensor:
+        """As `__call__`, for a layer with a state."""
+        sequences, outputs = divide(step.attentions[step.kinds[index]]), []
+        if (prompts := sequences[-1].prompts) is not None and prompts.tokens.shape[1] < CHUNK:
+            return self.modules[index](x, step)
+        for part, rows in zip(sequences, x.split([part.num_rows for part in sequences]), strict=True):
+            layers, inputs = self._layers(rows, step), [rows, part.sources, part.targets]
+            function = layers.functions[index][0] if part.prompts is None else self.prompts[index]
+            inputs += [] if part.prompts is None else part.prompts.tensors()
+            outputs += self.chain.call(function, layers.fixed[index], *inputs)
+        x = torch.cat(outputs)
+        return x if step.rows is None or index + 1 < len(self.modules) else x[step.rows]
 
     def _run(self, run: range, x: Tensor, step: StepContext) -> Tensor:
         """As `__call__`, for some adjacent layers."""

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import psutil
 import torch
 from filelock import FileLock
@@ -31,7 +32,7 @@ from nanopage.adapters.layers import Running
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
 from nanopage.cpu import lora  # noqa: F401 (registers an operator)
-from nanopage.cpu.aot import CROSS, PLAIN, TIME_LIMIT, file_kinds, state_of, tensors_of
+from nanopage.cpu.aot import CROSS, PLAIN, TIME_LIMIT, file_kinds, tensors_of
 from nanopage.cpu.compiled_files import LOCK, find_file
 from nanopage.cpu.packed import PackedRowWeight, PackedWeight, pack
 from nanopage.cpu.packed_linear import TILE, matvec, tile_width
@@ -51,6 +52,8 @@ from nanopage.cpu.toolchain import (
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import scale_logits
 from nanopage.models.meta import meta_model
+from nanopage.recurrent.sequences import Prompts, Sequences, make_prompts
+from nanopage.recurrent.states import state_of
 from nanopage.sampling.argmax import argmax
 from nanopage.state import pages
 from nanopage.state.layer_kinds import MOST_KINDS, STATE
@@ -105,9 +108,9 @@ class _Part(nn.Module):
         if self.part == "after":
             return self.layer.after(*inputs)
         if self.part == "mixer":
-            x, sources, targets = inputs
-            state = SimpleNamespace(sources=sources, targets=targets)
-            return self.layer(x, StepContext(x, [state], [0], [kv_cache]))
+            x, sources, targets, *prompts = inputs
+            sequences = Sequences(x.shape[0], sources, targets, prompts=Prompts(*prompts) if prompts else None)
+            return self.layer(x, StepContext(x, [SimpleNamespace(divided=[sequences])], [0], [kv_cache]))
         x, cos, sin, slot_mapping = inputs
         made = self.layer.before(x, cos, sin)
         if isinstance(made, Tensor):  # of CROSS
@@ -127,16 +130,20 @@ def compile_layer(
     num_rows: int,
     running: Running | None,
     file: Path,
+    prompts: Prompts | None = None,
 ) -> None:
     """Compile one part of a decoder layer to `file`, for a single row or for several. Takes tens of seconds at most.
 
-    Args: running: the AdaptedDecoder's `running`, if rows have adapters.
+    Args:
+        running: the AdaptedDecoder's `running`, if rows have adapters.
+        prompts: those of the rows, for a layer with a state whose sequences have several tokens.
     """
     x = torch.zeros(num_rows, config.hidden_size, dtype=dtype)
     if part == "after":
         inputs = [x, torch.zeros(num_rows, config.num_heads, config.head_dim, dtype=dtype)]
     elif part == "mixer":
-        inputs = [x, *torch.zeros(2, num_rows, dtype=torch.int64)]
+        num_sequences = len(x) if prompts is None else len(prompts.starts)
+        inputs = [x, *torch.zeros(2, num_sequences, dtype=torch.int64), *(prompts.tensors() if prompts else [])]
     else:
         tables = 1 if config.rope.temperature is None else 2
         cos, sin = torch.zeros(2, num_rows, tables, config.rope.num_rotated(config.head_dim) // 2, dtype=dtype)
@@ -147,7 +154,7 @@ def compile_layer(
     stand_ins = [torch.empty(t.shape, dtype=t.dtype) if t.is_mkldnn else t for t in tensors_of(layer).values()]
     kv_cache = torch.zeros(2, 8, config.num_kv_heads, config.head_dim * block_size, dtype=kv_dtype)
     if part == "mixer":
-        kv_cache = state_of(kv_cache)
+        kv_cache = state_of(kv_cache, dtype)
     any_size = torch.export.Dim.DYNAMIC
     dims = [[{0: None if num_rows == 1 else any_size}] * len(inputs), {1: any_size}, [None] * len(stand_ins)]
     # Memory planning saves allocations, which take a twentieth of a step of a single token.
@@ -298,7 +305,9 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
         compile_chain(attention_constants(config, dtype, kv_dtype, spec["block_size"]), directory / name)
         return
     # Inductor uses the number of rows to decide which loops are worth several threads.
-    num_rows = {"one": 1, "many": 90}[kind]
+    num_rows = {"one": 1, "many": 90, "prompts": 90}[kind]
+    counts = np.array([50, 37, 3])
+    prompts = make_prompts(counts, counts, torch.device("cpu")) if kind == "prompts" else None
     # The smallest model with such a layer. Its weights are never filled.
     experts = None if config.experts is None else replace(config.experts, layers=(has_experts,))
     windows = (STATE if has_state else None,)
@@ -316,7 +325,9 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
     if adapted:  # the code reads the number of slots and their rank from the tensors
         add = torch.ops.nanopage.add_adapters
         running = AdaptedDecoder(model, 1, 1, dtype, torch.device("cpu"), add).running
-    compile_layer(layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, running, directory / name)
+    compile_layer(
+        layer, config, dtype, kv_dtype, spec["block_size"], part, num_rows, running, directory / name, prompts
+    )
 
 
 def _probe_compiler() -> None:

@@ -10,12 +10,11 @@ from nanopage.config.model import ModelConfig
 from nanopage.families.qwen3 import GGUF_TENSORS as GGUF_NORMS
 from nanopage.families.qwen3 import Qwen3Attention
 from nanopage.files.model_files import shown
-from nanopage.layers.attention import StepContext
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer
 from nanopage.reading.rope import read_rope
-from nanopage.recurrent.states import MixerLayer, causal_conv, read_state, write_state
+from nanopage.recurrent.states import MixerLayer, States, causal_conv
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Lfm2ForCausalLM",)
@@ -112,10 +111,9 @@ class ShortConv(nn.Module):
         self.conv = nn.Conv1d(self.channels, self.channels, past + 1, groups=self.channels, bias=config.mlp_bias)
         self.out_proj = Linear(self.channels, self.channels, config.mlp_bias)
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+    def forward(self, x: Tensor, states: States) -> Tensor:
         """x [T, hidden_size] -> same"""
         b, c, x = self.in_proj(x).chunk(3, dim=-1)
-        (before,) = read_state(step, self, self.shapes, x.dtype)
-        mixed, after = causal_conv(b * x, before, self.conv.weight[:, 0], step.attention_of(self))
-        write_state(step, self, after)
+        mixed, after = causal_conv(b * x, states.read(0), self.conv.weight[:, 0], states.sequences.prompts)
+        states.write(0, after)
         return self.out_proj(c * (mixed if self.conv.bias is None else mixed + self.conv.bias))

@@ -15,7 +15,7 @@ from nanopage.config.rope import UNROTATED
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import make_norm
 from nanopage.recurrent.mamba2 import Mamba2Mixer, read_mixer
-from nanopage.recurrent.states import GGUF_MIXER
+from nanopage.recurrent.states import GGUF_MIXER, mix
 from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Mamba2ForCausalLM",)
@@ -95,7 +95,7 @@ class Mamba2Layer(nn.Module):
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """As `DecoderLayer.forward`."""
         dtype = self.norm.weight.dtype
-        x, mixed = step.keep(self.mixer, x, self.mixer(self.norm(x.to(dtype)), step))
+        x, mixed = step.keep(self.mixer, x, mix(self.mixer, self.norm(x.to(dtype)), step))
         if self.in_float32:
             x = x.to(torch.promote_types(dtype, torch.float32))
         x = x + mixed

@@ -15,20 +15,17 @@ U and W do not depend on the state: they are computed for all chunks at once. On
 result does not depend on how a prompt is divided into steps, except for rounding.
 """
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64  # tokens
+from nanopage.recurrent.sequences import Prompts
+from nanopage.recurrent.ssd import decays
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, pages: Any
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, prompts: Prompts | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute a step of T tokens of B sequences, those with a single token first. All tensors have the dtype of the
-    state.
+    """Compute T tokens of B sequences. All tensors have the dtype of the state.
 
     Args:
         q, k: [T, heads, key_dim].
@@ -36,59 +33,42 @@ def delta_rule(
         log_decay: log a, [T, heads].
         beta: b, [T, heads].
         state: S of each sequence before the step, [B, heads, key_dim, value_dim].
-        pages: of the layer's states (StatePages).
+        prompts: as in Sequences.
 
     Returns: o [T, heads, value_dim], and the states after the step, without the tokens of drafts.
     """
-    if q.shape[0] == state.shape[0]:
-        return _single_tokens(state, q, k, v, log_decay, beta)
-    counts, kept = pages.counts.tolist(), pages.kept.tolist()
-    num_single = next((index for index, count in enumerate(counts) if count > 1), len(counts))
-    sizes = [num_single]
-    for count, known in zip(counts[num_single:], kept[num_single:], strict=True):
-        sizes += [known, count - known]
-    pieces: list[tuple[Tensor, ...]] = [*zip(*(x.split(sizes) for x in (q, k, v, log_decay, beta)), strict=True)]
-    out, after = _single_tokens(state[:num_single], *pieces[0])
-    outs, states = [out], [*after]
-    for before, tokens, draft in zip(state[num_single:], pieces[1::2], pieces[2::2], strict=True):
-        out, after = _chunks(before, *tokens)
-        outs.append(out)
-        states.append(after)
-        if len(draft[0]):
-            outs.append(_chunks(after, *draft)[0])
-    return torch.cat(outs), torch.stack(states)
-
-
-def _single_tokens(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As `delta_rule`, of sequences that have one token each."""
-    state = log_decay.exp()[..., None, None] * state
-    u = beta[..., None] * (v - (k[..., None, :] @ state).squeeze(-2))
-    state = state + k[..., None] * u[..., None, :]
-    return (q[..., None, :] @ state).squeeze(-2), state
-
-
-def _chunks(state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """As `delta_rule`, of one sequence, with its state [heads, key_dim, value_dim]."""
-    num_tokens, size = len(q), min(CHUNK, len(q))
-
-    def chunked(x: Tensor) -> Tensor:
-        """[T, heads, ..] -> [heads, chunks, size, ..]. Zeros at the end leave the state as it is."""
-        padded = F.pad(x, (*[0, 0] * (x.dim() - 1), 0, -num_tokens % size))
-        return padded.unflatten(0, (-1, size)).movedim(2, 0)
-
-    q, k, v, beta, log_decay = (chunked(x) for x in (q, k, v, beta[..., None], log_decay))
-    g = log_decay.cumsum(-1).exp()[..., None]
-    # g_t/g_s, 0 for s > t. Not from differences of the sums in g: these lose small decays behind large ones.
-    ratios = log_decay[..., None].expand(*log_decay.shape, size).tril(-1).cumsum(-2).exp().tril()
-    system, right = beta * ratios * (k @ k.mT), beta * torch.cat((v, g * k), dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)  # never reads the diagonal
-    u_0, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    if prompts is None:
+        # The state is read once for both products: S_tᵀ q is a S_{t-1}ᵀ q + (kᵀ q) u.
+        decay, beta, key = log_decay.exp()[..., None], beta[..., None], k[..., None]
+        of_k, of_q = (decay[..., None, :] * (torch.stack((k, q), dim=-2) @ state)).unbind(-2)
+        u = beta * (v - of_k)
+        return of_q + (k * q).sum(-1, keepdim=True) * u, decay[..., None] * state + key * u[..., None, :]
+    q, k, v = (prompts.chunked(x).transpose(1, 2) for x in (q, k, v))  # [M, heads, L, ...]
+    log_decay, beta = prompts.padded(log_decay), prompts.padded(beta)[..., None]
+    ratios, g = decays(log_decay), log_decay.cumsum(-1).exp()[..., None]
+    system, right = (beta * ratios * (k @ k.mT)).tril(-1), beta * torch.cat((v, g * k), dim=-1)
+    u_0, w = (inverse(system) @ right).split([v.shape[-1], k.shape[-1]], dim=-1)
     scores, q, k = ratios * (q @ k.mT), g * q, ratios[..., -1, :, None] * k
-    outs = []
-    for index in range(q.shape[1]):
-        u = u_0[:, index] - w[:, index] @ state
-        outs.append(q[:, index] @ state + scores[:, index] @ u)
-        state = g[:, index, -1:] * state + k[:, index].mT @ u
-    return torch.cat(outs, dim=1)[:, :num_tokens].transpose(0, 1), state
+
+    def compute(state: Tensor, *chunk: Tensor) -> tuple[Tensor, Tensor]:
+        u_0, w, scores, q, k, g = chunk
+        u = u_0 - w @ state
+        return q @ state + scores @ u, g[:, -1:] * state + k.mT @ u
+
+    out, after = prompts.pass_on(compute, state, u_0, w, scores, q, k, g)
+    return out.transpose(1, 2).flatten(0, 1)[prompts.places], after
+
+
+def inverse(below: Tensor) -> Tensor:
+    """The inverse of 1 + `below`, strictly lower triangular matrices [..., L, L].
+
+    By blocks: the inverse of [[A, 0], [C, B]] is [[A⁻¹, 0], [-B⁻¹ C A⁻¹, B⁻¹]], for all blocks of a size at once, from
+    1 up. As accurate as substitution, and products of matrices alone.
+    """
+    places = torch.arange(below.shape[-1], device=below.device)
+    result = torch.eye(below.shape[-1], dtype=below.dtype, device=below.device).expand(below.shape)
+    for size in (1, 2, 4, 8, 16, 32):
+        rows, columns = places[:, None] // size, places // size
+        corner = below * ((rows == columns + 1) & (rows % 2 == 1))
+        result = result - (corner if size == 1 else result @ corner @ result)
+    return result

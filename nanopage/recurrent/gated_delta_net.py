@@ -5,12 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
-from nanopage.layers.attention import StepContext
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS
 from nanopage.layers.norm import RMSNorm
 from nanopage.recurrent.delta_rule import delta_rule
-from nanopage.recurrent.states import causal_conv, read_state, write_state
+from nanopage.recurrent.states import States, causal_conv
 
 
 class GatedDeltaNet(nn.Module):
@@ -46,17 +45,17 @@ class GatedDeltaNet(nn.Module):
         qkv, z, b, a = self.in_proj(x).split([*self.in_proj.parts.values()], dim=-1)
         return qkv, z, b, a
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+    def forward(self, x: Tensor, states: States) -> Tensor:
         """x [T, hidden_size] -> same. From the convolution to the gate, numbers have the dtype of the state."""
-        before, state = read_state(step, self, self.shapes, x.dtype)
-        dtype, pages = state.dtype, step.attention_of(self)
+        dtype, prompts = states.cache.dtype, states.sequences.prompts
         qkv, z, b, a = (part.to(dtype) for part in self.project(x))
-        qkv, before = causal_conv(qkv, before, self.conv1d.weight[:, 0], pages)
+        qkv, after = causal_conv(qkv, states.read(0), self.conv1d.weight[:, 0], prompts)
+        states.write(0, after)
         q, k, v = self.activation(qkv).split([self.qk_size, self.qk_size, self.v_size], dim=-1)
         q, k, v = self._unit(q) * self.key_dim**-0.5, self._unit(k), v.unflatten(-1, (-1, self.value_dim))
         log_decay = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias)
-        y, state = delta_rule(q, k, v, log_decay, b.sigmoid(), state, pages)
-        write_state(step, self, before, state)
+        y, state = delta_rule(q, k, v, log_decay, b.sigmoid(), states.read(1), prompts)
+        states.write(1, state)
         return self.out_proj((self.norm(y).flatten(1) * F.silu(z)).to(x.dtype))
 
     def _unit(self, x: Tensor) -> Tensor:

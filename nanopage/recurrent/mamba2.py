@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.files.model_files import shown
-from nanopage.layers.attention import StepContext
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS
+from nanopage.recurrent.sequences import Prompts
 from nanopage.recurrent.ssd import scan
-from nanopage.recurrent.states import causal_conv, read_state, write_state
+from nanopage.recurrent.states import States, causal_conv
 
 INFINITY = {"__float__": "Infinity"}  # as transformers 5 writes it
 
@@ -101,7 +101,8 @@ class Mamba2Mixer(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         sizes = Mamba2Config(**config.mixer)
-        self.index, self.sizes, self.activation = index, sizes, ACTIVATIONS[config.activation]
+        self.index, self.sizes, self.shapes = index, sizes, sizes.state
+        self.activation = ACTIVATIONS[config.activation]
         parts = sizes.inner_size, sizes.channels, sizes.num_heads
         self.in_proj = Linear(config.hidden_size, sum(parts), sizes.bias)
         self.conv1d = nn.Conv1d(parts[1], parts[1], sizes.width, groups=parts[1], bias=sizes.conv_bias)
@@ -109,18 +110,18 @@ class Mamba2Mixer(nn.Module):
         self.norm = GatedNorm(sizes.inner_size, sizes.num_groups, config.rms_norm_eps)
         self.out_proj = Linear(sizes.inner_size, config.hidden_size, sizes.bias)
 
-    def forward(self, x: Tensor, step: StepContext) -> Tensor:
-        sizes, pages = self.sizes, step.attention_of(self)
+    def forward(self, x: Tensor, states: States) -> Tensor:
+        sizes, dtype, prompts = self.sizes, states.cache.dtype, states.sequences.prompts
         gate, x, t = self.in_proj(x).split([sizes.inner_size, sizes.channels, sizes.num_heads], dim=-1)
-        before, state = read_state(step, self, sizes.state, x.dtype)
-        x, t = x.to(state.dtype), t.to(state.dtype)  # until the norm
-        x, before = causal_conv(x, before, self.conv1d.weight[:, 0], pages)
+        x, t = x.to(dtype), t.to(dtype)  # until the norm
+        x, after = causal_conv(x, states.read(0), self.conv1d.weight[:, 0], prompts)
+        states.write(0, after)
         x = self.activation(x if self.conv1d.bias is None else x + self.conv1d.bias)
-        y, state = self.ssd(x, t, state, pages)
-        write_state(step, self, before, state)
+        y, state = self.ssd(x, t, states.read(1), prompts)
+        states.write(1, state)
         return self.out_proj(self.norm(y, gate))
 
-    def ssd(self, x: Tensor, t: Tensor, state: Tensor, pages: Any) -> tuple[Tensor, Tensor]:
+    def ssd(self, x: Tensor, t: Tensor, state: Tensor, prompts: Prompts | None) -> tuple[Tensor, Tensor]:
         """y [T, inner_size] and the states after the step, of x|b|c [T, channels] and t [T, num_heads]."""
         sizes, groups = self.sizes, self.sizes.num_groups
         by_group = (groups, -1)
@@ -130,7 +131,7 @@ class Mamba2Mixer(nn.Module):
         t = F.softplus(t + self.dt_bias).clamp(*sizes.time_step_limit)
         decay = (-t * self.A_log.to(t.dtype).exp()).unflatten(-1, by_group)
         t = t.unflatten(-1, by_group)[..., None]
-        y, state = scan(x * t, decay, b, c, state.unflatten(1, by_group), pages)
+        y, state = scan(x * t, decay, b, c, state.unflatten(1, by_group), prompts)
         y = torch.addcmul(y, x, self.D.to(t.dtype).view(groups, -1, 1))
         return y.flatten(1), state.flatten(1, 2)
 

@@ -1,6 +1,7 @@
 """StatePages: which blocks of the KV cache have the states of a step's sequences (see recurrent/states.py)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,16 +19,18 @@ class StatePages:
 
     sources   int64 [B]  the block with the state of each sequence before the step; -1: it begins, without one
     targets   int64 [B]  the block for its new state
-    sequence  int64 [T]  the sequence of each token
+    starts    int64 [B], on the CPU  the tokens of each sequence before the step
     counts    int64 [B], on the CPU  the tokens of each sequence
     kept      int64 [B], on the CPU  how many of them the new state is of: all but those of a draft
+    divided   the sequences by their counts (recurrent/sequences.py), once it is known
     """
 
     sources: Tensor
     targets: Tensor
-    sequence: Tensor
+    starts: np.ndarray
     counts: np.ndarray
     kept: np.ndarray
+    divided: Any = None
 
 
 def state_pages(batch: Batch, table: SequenceTable) -> dict[int, StatePages]:
@@ -42,9 +45,8 @@ def state_pages(batch: Batch, table: SequenceTable) -> dict[int, StatePages]:
     before, after = (np.maximum(0, ends - 1) // table.block_size for ends in (starts, starts + kept))
     places = to_device(torch.from_numpy(np.stack([rows, before, after])), table.device)
     begins = to_device(torch.from_numpy(starts == 0), table.device)
-    sequence = to_device(torch.from_numpy(np.repeat(np.arange(len(rows)), counts)), table.device)
     blocks = table.blocks[places[0], places[1:]].long().movedim(2, 0).contiguous()  # [kinds, 2, B], for compiled code
     return {
-        kind: StatePages(blocks[kind, 0].masked_fill(begins, -1), blocks[kind, 1], sequence, counts, kept)
+        kind: StatePages(blocks[kind, 0].masked_fill(begins, -1), blocks[kind, 1], starts, counts, kept)
         for kind in kinds
     }

@@ -47,6 +47,7 @@ from nanopage.engine.preemption import preempt
 from nanopage.engine.schedule import Schedule
 from nanopage.files.private_files import cache_directory
 from nanopage.models.meta import meta_model
+from nanopage.recurrent.states import fit_block_size
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, SamplingSettings
@@ -94,6 +95,7 @@ def build_model(config, dtype, device):
 def compiled_of(path, dtype=torch.float32, block_size=8, tiles=None, kv_dtype=None) -> aot.Compiled:
     """For a model that is never filled."""
     config = loader.read_config(path)
+    block_size = fit_block_size(config, block_size, dtype, kv_dtype or dtype)
     model = build_model(config, dtype, CPU)
     join_experts(model, dtype)
     if tiles is not None:
@@ -306,20 +308,34 @@ def test_compiled_layers_with_experts_equal_the_eager_ones(tmp_path, cache, fami
     assert run(engine) == run(engine_of(model, quantization=tiles, enforce_eager=True))
 
 
-@pytest.mark.parametrize("family", ["lfm2"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_next", "granitemoehybrid"])
 def test_layers_with_a_state_can_be_exported_for_any_number_of_sequences(tmp_path, monkeypatch, family):
+    """And, for sequences of any length, of any number of tokens."""
     exported = []
 
     def export(module, inputs, dims, file, options):
         program = torch.export.export(module, (*inputs,), dynamic_shapes=(*dims,), strict=False)
-        exported.append(next(iter(program.graph.nodes)).meta["val"].shape[0])
+        shapes = [node.meta["val"].shape for node in program.graph.nodes if node.op == "placeholder"]
+        exported.append([size for shape in shapes[: len(inputs[0])] for size in shape[:1]])
 
     monkeypatch.setattr(aot_compile, "_export", export)
     compiled = compiled_of(tiny_model(tmp_path, family))
     for name in [name for name, (part, _) in compiled.files.items() if part == "mixer"]:
         aot_compile.make_part(compiled.spec, compiled.config, tmp_path, name)
-    one, many = exported
-    assert one == 1 and isinstance(many, torch.SymInt)
+    one, many, prompts = exported
+    assert one == [1, 1, 1] and [len(many), len(prompts)] == [3, 10]
+    assert all(isinstance(size, torch.SymInt) for size in many + prompts)
+
+
+@pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")
+@pytest.mark.parametrize(
+    ("family", "mixer"), [("qwen3_5_text", "linear_attention"), ("granitemoehybrid", "mamba")], ids=lambda name: name
+)
+def test_compiled_layers_with_matrices_as_states_equal_the_eager_ones(tmp_path, cache, family, mixer):
+    layers = [mixer, "attention" if mixer == "mamba" else "full_attention", mixer]
+    model = tiny_model(tmp_path, family, num_hidden_layers=3, layer_types=layers)
+    compiled_of(model).compile()
+    assert_compiled_equals_eager(model, (LENGTHS, [80, 70, 1, 1], [3, 3], [17, 1], [80], [1] * 9))
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")

@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
-from divisions import check_any_division, pages
+from divisions import check_any_division, pages, run_groups
 from helpers import examples
 
 from nanopage.recurrent import delta_rule as module
+from nanopage.recurrent import sequences
 
 
 def by_definition(q, k, v, log_decay, beta, state):
@@ -21,22 +22,28 @@ def by_definition(q, k, v, log_decay, beta, state):
     return torch.stack(outputs), state
 
 
-@pytest.mark.parametrize("world", range(examples(24)))
-def test_any_division_into_steps_gives_what_the_definition_gives(world, monkeypatch):
-    rng, generator = random.Random(world), torch.Generator().manual_seed(world)
-    monkeypatch.setattr(module, "CHUNK", rng.choice([1, 3, 8, 64]))
-    heads, key_dim, value_dim = (rng.choice([1, 2, 5]) for _ in range(3))
+def draw_tokens(rng, generator, length, heads, key_dim, value_dim):
+    """q, k, v, log_decay and beta."""
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    sequences, states = [], []
+    q, k = (torch.nn.functional.normalize(draw(length, heads, key_dim), dim=-1) for _ in range(2))
+    log_decay = -draw(length, heads).exp() * rng.choice([1e-3, 1, 100])  # of long memory, or of none
+    return q, k, draw(length, heads, value_dim), log_decay, draw(length, heads).sigmoid()
+
+
+@pytest.mark.parametrize("world", range(examples(24)))
+def test_any_division_into_steps_gives_what_the_definition_gives(world, monkeypatch):
+    rng, generator = random.Random(world), torch.Generator().manual_seed(world)
+    monkeypatch.setattr(sequences, "CHUNK", rng.choice([1, 3, 8, 64]))
+    heads, key_dim, value_dim = (rng.choice([1, 2, 5]) for _ in range(3))
+
+    made, states = [], []
     for length in [rng.choice([1, 2, 7, 8, 9, 65, 130]) for _ in range(rng.randint(1, 5))]:
-        q, k = (torch.nn.functional.normalize(draw(length, heads, key_dim), dim=-1) for _ in range(2))
-        log_decay = -draw(length, heads).exp() * rng.choice([1e-3, 1, 100])  # of long memory, or of none
-        sequences.append((q, k, draw(length, heads, value_dim), log_decay, draw(length, heads).sigmoid()))
-        states.append(draw(heads, key_dim, value_dim))
-    check_any_division(rng, module.delta_rule, sequences, states, by_definition)
+        made.append(draw_tokens(rng, generator, length, heads, key_dim, value_dim))
+        states.append(torch.randn(heads, key_dim, value_dim, generator=generator, dtype=torch.float64))
+    check_any_division(rng, module.delta_rule, made, states, by_definition)
 
 
 def test_small_decays_behind_large_ones_are_exact_in_float32():
@@ -48,5 +55,5 @@ def test_small_decays_behind_large_ones_are_exact_in_float32():
     log_decay[3] = -3e4  # forgets everything; float32 would leave errors of 0.002 in sums from here on
     tensors = [*(x.float() for x in (q, k, v, log_decay)), torch.full(shape[:2], 0.5)]
     expected, _ = by_definition(*(x.double() for x in tensors), torch.zeros(2, 4, 4, dtype=torch.float64))
-    out, _ = module.delta_rule(*tensors, torch.zeros(1, 2, 4, 4), pages([64], [64]))
+    out, _ = run_groups(module.delta_rule, tensors, torch.zeros(1, 2, 4, 4), pages([64], [64]))
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
