@@ -9,6 +9,7 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS
 from nanopage.layers.norm import RMSNorm
 from nanopage.recurrent.delta_rule import delta_rule
+from nanopage.recurrent.sequences import CHUNK
 from nanopage.recurrent.states import States, causal_conv
 
 
@@ -54,8 +55,13 @@ class GatedDeltaNet(nn.Module):
         q, k, v = self.activation(qkv).split([self.qk_size, self.qk_size, self.v_size], dim=-1)
         q, k, v = self._unit(q) * self.key_dim**-0.5, self._unit(k), v.unflatten(-1, (-1, self.value_dim))
         log_decay = -self.A_log.to(dtype).exp() * F.softplus(a + self.dt_bias)
-        y, state = delta_rule(q, k, v, log_decay, b.sigmoid(), states.read(1), prompts)
-        states.write(1, state)
+        if x.is_cuda and (prompts is None or prompts.tokens.shape[1] < CHUNK):
+            from nanopage.recurrent.delta_kernel import update  # imports Triton
+
+            y = update(q, k, v, log_decay, b.sigmoid(), states, 1)
+        else:
+            y, state = delta_rule(q, k, v, log_decay, b.sigmoid(), states.read(1), prompts)
+            states.write(1, state)
         return self.out_proj((self.norm(y).flatten(1) * F.silu(z)).to(x.dtype))
 
     def _unit(self, x: Tensor) -> Tensor:
