@@ -11,7 +11,7 @@ import torch
 from nanopage.config.model import ModelConfig
 from nanopage.device import to_device
 from nanopage.files.model_files import memory_errors
-from nanopage.state.layer_kinds import LayerKinds, one_kind
+from nanopage.state.layer_kinds import STATE, LayerKinds, one_kind
 from nanopage.state.pages import movable
 from nanopage.step import Batch
 
@@ -48,7 +48,8 @@ class KVCache:
         kinds: LayerKinds | None = None,
     ):
         self.kinds = kinds or one_kind(config.num_layers)
-        shape = (self.kinds.num_rows, config.kv_parts, num_blocks, config.num_kv_heads, config.head_dim * block_size)
+        blocks = num_blocks + (STATE in self.kinds.windows)  # one more, for the padding of CUDA graphs
+        shape = (self.kinds.num_rows, config.kv_parts, blocks, config.num_kv_heads, config.head_dim * block_size)
         with memory_errors("the KV cache, which kv_cache_gib or gpu_memory_utilization makes smaller"):
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
         self.layers = [self.tensor[row] for row in self.kinds.rows]

@@ -24,19 +24,22 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
 from nanopage.device import to_device
-from nanopage.layers.attention import Attention, StepContext
+from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import Decoder
 from nanopage.sampling.sampler import sample_rows
 from nanopage.state.kv_cache import KVCache
+from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.eager import Output
+from nanopage.worker.state_pages import StatePages
 
 GROWTH = 4  # from one captured number of splits to the next
 LARGEST_SIZE = 1024  # with more sequences, a step takes a GPU longer than its launches take the host
@@ -140,8 +143,11 @@ class CUDAGraphs:
         self.sampled[:size] = tokens
         table.record(rows, positions + 1, tokens)
 
-    def _make_attention(self, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, num_splits: int) -> Attention:
-        """The attention of the layers of one kind."""
+    def _make_attention(self, slots: Tensor, block_tables: Tensor, seq_lens: Tensor | None, num_splits: int) -> Any:
+        """The attention of the layers of one kind, or where their states are. Padding writes to the last block."""
+        if seq_lens is None:
+            ones = np.ones(len(slots), dtype=np.int64)
+            return StatePages(slots, block_tables % self.kv_cache.tensor.shape[2], 0 * ones, ones, ones)
         from nanopage.kernels.paged_attention import TritonAttention  # imports Triton
 
         size = len(slots)
@@ -194,7 +200,7 @@ def look_up(
     blocks: Tensor,
     block_size: int,
     windows: tuple[int | None, ...] = (None,),
-) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, Tensor | None]]]:
     """Look up the inputs of a step in the sequence table.
 
     Args:
@@ -202,12 +208,18 @@ def look_up(
         windows: of each kind of layers.
 
     Returns: input_ids and positions, int64 [size] each; for each kind slot_mapping, int64 [size], block_tables [size,
-        blocks], and seq_lens [size], the last two from the first block on that the window reaches (see eager.Pages).
+        blocks], and seq_lens [size], the last two from the first block on that the window reaches (see eager.Pages). Of
+        states: sources and targets, int64 [size] each (see StatePages), and None; both are -1 for padding.
     """
-    positions, pages = (seq_lens - 1).clamp(min=0), []
+    positions = (seq_lens - 1).clamp(min=0)
+    pages: list[tuple[Tensor, Tensor, Tensor | None]] = []
     last, offsets, max_blocks = positions // block_size, positions % block_size, blocks.shape[1]
     for kind, window in enumerate(windows):
         tables, lens = blocks[:, :, kind], seq_lens
+        if window == STATE:
+            source = tables[rows, (positions - 1).clamp(min=0) // block_size].masked_fill(positions == 0, -1)
+            pages.append((source.long(), tables[rows, last].masked_fill(seq_lens == 0, -1).long(), None))
+            continue
         if window is None:
             tables, place = tables.index_select(0, rows), last
         else:

@@ -79,13 +79,8 @@ def why_not_compiled(setup: Setup) -> str | None:
 
 def captures(setup: Setup) -> bool:
     """Whether decodes are CUDA graphs, also of layers that are not compiled. Stages wait for hidden states of other
-    stages, which a graph cannot do. Graphs know no states."""
-    return (
-        setup.on_gpu
-        and not setup.model_config.state
-        and not setup.config.enforce_eager
-        and setup.config.pipeline_parallel_size == 1
-    )
+    stages, which a graph cannot do."""
+    return setup.on_gpu and not setup.config.enforce_eager and setup.config.pipeline_parallel_size == 1
 
 
 def wrapper(setup: Setup) -> Callable[[Callable], Callable]:

@@ -47,14 +47,9 @@ class Worker:
                 step_bytes = measure_step(setup, wings, self.model, sample_all)
         self.capacity = agree(measure_capacity(setup, step_bytes))
         self.kv_cache = KVCache(
-            setup.part,
-            self.capacity.num_blocks,
-            config.block_size,
-            setup.kv_dtype,
-            device,
-            self.capacity.num_host_blocks,
-            setup.kinds,
-        )
+            setup.part, self.capacity.num_blocks, config.block_size, setup.kv_dtype, device,
+            self.capacity.num_host_blocks, setup.kinds,
+        )  # fmt: skip
         table = SequenceTable(
             config.max_num_seqs + 1,
             self.capacity.max_model_len,

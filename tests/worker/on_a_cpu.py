@@ -36,6 +36,8 @@ class PlainGraphs(CUDAGraphs):
         return 1
 
     def _make_attention(self, slots, block_tables, seq_lens, num_splits):
+        if seq_lens is None:
+            return super()._make_attention(slots, block_tables, seq_lens, num_splits)
         count = self.num_rows
         lens = seq_lens[:count]
         padded = pages.pad_tables(block_tables[:count].numpy()[:, :, None], -(-lens.numpy() // self.table.block_size))

@@ -105,6 +105,19 @@ def test_static_buffers_change_no_token(model, overlap):
     assert outputs_of(engine) == outputs_of(make_engine(model)), "nothing of an earlier batch is left over"
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid", "lfm2"])
+def test_nor_do_they_change_the_states_of_layers(tmp_path, family):
+    """In blocks of their own size. Padding writes to a block that no sequence has."""
+    model, options = tiny_model(tmp_path, family, torch.float64), {"block_size": 2, "max_model_len": 32}
+    engine, used = static(make_engine(model, **options)), []
+    graphs, cache = graphs_of(engine), engine.executor.worker.kv_cache
+    run = graphs.run
+    graphs.run = lambda batch: used.append(len(batch.rows)) or run(batch)
+    for _ in range(2):
+        assert outputs_of(engine) == outputs_of(make_engine(model, **options))
+    assert {6, 5, 1} <= set(used) and cache.tensor.shape[2] == cache.num_blocks + 1
+
+
 def test_truncated_rows_are_sampled_on_static_buffers_and_those_with_penalties_again(model):
     truncated = [{"top_p": 0.9}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6}, {"min_p": 0.1}, {"temperature": 0.0}]
     for more, calls in (({}, 1), ({"presence_penalty": 0.5}, 6)):  # the first step computes the prompts
