@@ -122,7 +122,11 @@ def tiny_hf_model(
     }
     if family in ("qwen3", "gemma2", "gemma3_text", "glm", "glm4", "ministral", "ministral3"):
         fields["head_dim"] = 32  # its default is 128 or 256, or missing
-    if family.startswith("gemma"):  # as in real models: head_dim, and a window in some layers
+    if family == "gemma4_text":
+        fields |= {"head_dim": 16, "global_head_dim": 32, "sliding_window": 7, "hidden_size_per_layer_input": 0}
+        fields |= {"vocab_size_per_layer_input": VOCAB_SIZE + 2, "num_hidden_layers": 3}
+        fields["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]
+    elif family.startswith("gemma"):  # as in real models: head_dim, and a window in some layers
         fields |= {"query_pre_attn_scalar": 32, "sliding_window": 7}
     if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
         fields |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 32}
@@ -167,10 +171,12 @@ def tiny_hf_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with torch.no_grad():  # transformers starts biases at 0 and norms at 1, which would hide a mistake in them
-            corrections = [named for named in model.named_buffers() if named[0].endswith("correction_bias")]
-            for name, parameter in [*model.named_parameters(), *corrections]:
+            stored = ("correction_bias", "layer_scalar")
+            buffers = [named for named in model.named_buffers() if named[0].endswith(stored)]
+            for name, parameter in [*model.named_parameters(), *buffers]:
                 if parameter.dim() == 1 or name.endswith("_bias"):
-                    around_one = name.endswith("norm.weight") and not family.startswith("gemma")
+                    of_one = "norm.weight", "norm_1.weight", "norm_2.weight", "scalar", "scale"
+                    around_one = name.endswith(of_one) and family not in ("gemma2", "gemma3_text")
                     parameter.normal_(1.0 if around_one else 0.0, 0.3)
     return model.eval()
 
@@ -344,7 +350,7 @@ class Paged:
         if tiles is None and make_way is not None:
             pack(model)
         longest = max(map(len, sequences))
-        kinds = divide_layers(config.sliding_windows, longest)
+        kinds = divide_layers(config.sliding_windows, longest, config.kv_sources)
         self.windows = kinds.windows
         self.block_size = fit_block_size(config, BLOCK_SIZE, dtype, kv_dtype or dtype)
         num_blocks = 2 + len(kinds.windows) * sum(-(-len(tokens) // self.block_size) for tokens in sequences)

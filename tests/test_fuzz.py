@@ -109,7 +109,7 @@ def oracle(model):
 
 def make_oracle(model, **options) -> LLMEngine:
     shape = build._read_config(EngineConfig(), model)
-    num_kinds = len(divide_layers(shape.sliding_windows, MAX_LEN).windows)
+    num_kinds = len(divide_layers(shape.sliding_windows, MAX_LEN, shape.kv_sources).windows)
     return build_engine(
         EngineConfig(
             model=str(model),
@@ -290,9 +290,10 @@ def read_stretches(prompt: TokenizedPrompt, stretches: list[tuple[int, torch.Ten
 
 def measure_blocks(oracle: LLMEngine, options: dict) -> tuple[int, int]:
     """How many blocks the longest sequence takes, and how many bytes a block has."""
-    kinds = divide_layers(oracle.model_config.sliding_windows, options["max_model_len"])
+    shape = oracle.model_config
+    kinds = divide_layers(shape.sliding_windows, options["max_model_len"], shape.kv_sources)
     needs = BlockNeeds(kinds.windows, options["block_size"], options["max_num_batched_tokens"])
-    size = block_bytes(oracle.model_config, options["block_size"], torch.float64, kinds.num_rows)
+    size = block_bytes(shape, options["block_size"], torch.float64, kinds.num_rows)
     return needs.of([options["max_model_len"]]), size
 
 
@@ -834,16 +835,28 @@ def check_world(
     return engine
 
 
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 6,
+    "global_head_dim": 16,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+}
+
+
 @pytest.fixture(scope="module")
 def windowed(tmp_path_factory):
     """Models whose layers have windows, shorter than most contexts, and their oracles: with two layers without a window
-    and one with one, and the ropes of each; with four in turns; only with windows; with sinks and experts."""
+    and one with one, and the ropes of each; with four in turns; only with windows; with sinks and experts; with heads
+    of two sizes, and layers that share K and V."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
     families = [
         ("gemma3_text", {"sliding_window": 6, "num_hidden_layers": 3, "sliding_window_pattern": 2}),
         ("gemma2", {"sliding_window": 13, "num_hidden_layers": 4}),
         ("mistral", {"sliding_window": 5, "num_hidden_layers": 2}),
         ("gpt_oss", {"sliding_window": 7, "num_hidden_layers": 2, "num_local_experts": 3}),
+        ("gemma4_text", GEMMA4),
     ]
     made = []
     for family, windows in families:
@@ -879,11 +892,12 @@ def poison_free_blocks(engine: LLMEngine) -> None:
 def test_nor_do_windows(world, windowed):
     """Blocks behind all windows are given back. Prefixes are found without them."""
     rng = random.Random(f"windows-{SEED}-{world}")
-    model, oracle = windowed[(world + world // 4) % 4]
+    model, oracle = windowed[(world + world // 5) % 5]
     how = {"as_on_a_gpu": world % 4 > 1, "fails": rng.random() < 0.4, "pressed": world % 5 > 0}
     engine = check_world(model, oracle, world, rng, **how, prepare=poison_free_blocks)
     manager = engine.scheduler.block_manager
-    kinds = divide_layers(oracle.model_config.sliding_windows, engine.max_model_len)
+    shape = oracle.model_config
+    kinds = divide_layers(shape.sliding_windows, engine.max_model_len, shape.kv_sources)
     assert manager.windows == kinds.windows and any(manager.windows)
     happened["worlds with windows that preempted"] += engine.scheduler.queues.num_preemptions > 0
     happened["worlds with windows that swapped"] += engine.executor.worker.kv_cache.host is not None

@@ -125,7 +125,8 @@ def module_shapes(model: ModelConfig, layer: int, fused: bool = False) -> dict[s
     Args: fused: whether experts are GATE_UP and DOWN. Their shapes are then the shapes of one expert.
     """
     hidden, experts = model.hidden_size, model.experts
-    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    num_kv_heads, head_dim = model.heads_of(layer)
+    heads, kv_heads = model.num_heads * head_dim, num_kv_heads * head_dim
     shapes = {
         "self_attn.q_proj": (heads, hidden),
         "self_attn.k_proj": (kv_heads, hidden),

@@ -82,7 +82,9 @@ class ModelConfig:
     encoded_positions: how many positions of an encoder the layers with STATE attend to. Their state is then K and V in
         the layout of a block. 0: they keep something else.
     latent: the sizes of latent attention. A token's K is then its V, too, and the only one of all heads.
-    mixer: what else a family says of these layers, such as the fields of a Mamba2Config (recurrent/mamba2.py).
+    full_heads: num_kv_heads and head_dim of layers without a window. None: as in other layers.
+    kv_sources: of each layer, the layer whose K and V it attends to. (): its own.
+    mixer: what else a family says of its layers, such as the fields of a Mamba2Config (recurrent/mamba2.py).
     residual_in_float32: whether hidden states are in float32, or in float64, between layers.
     undivided: why tensor parallelism does not work with the family.
     type_vocab_size, first_position: of an encoder, which has no `rope`: how many texts token types tell apart, and the
@@ -124,6 +126,8 @@ class ModelConfig:
     state: tuple[tuple[int, ...], ...] = ()
     encoded_positions: int = 0
     latent: LatentConfig | None = None
+    full_heads: tuple[int, int] | None = None
+    kv_sources: tuple[int, ...] = ()
     mixer: dict[str, Any] = field(default_factory=dict)
     residual_in_float32: bool = False
     undivided: str | None = None
@@ -143,6 +147,15 @@ class ModelConfig:
     def kv_parts(self) -> int:
         """How many tensors of pages a layer has: K and V, or one for both (see state/pages.py)."""
         return 2 if self.latent is None else 1
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """num_kv_heads and head_dim of a layer."""
+        return (self.sliding_windows[layer] is None and self.full_heads) or (self.num_kv_heads, self.head_dim)
+
+    @property
+    def largest_heads(self) -> tuple[int, int]:
+        """`heads_of` a layer that keeps the most numbers of a token."""
+        return max((self.num_kv_heads, self.head_dim), self.full_heads or (0, 0), key=prod)
 
     @property
     def state_size(self) -> int:

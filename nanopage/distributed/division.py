@@ -58,8 +58,11 @@ def _divide_experts(experts: ExpertsConfig, tp_size: int, expert_parallel: bool)
 def layers_of_stage(model: ModelConfig, pp_rank: int, pp_size: int) -> range:
     """The layers of one of `pp_size` stages. If they do not divide evenly, the first stages have one layer more.
 
-    Raises: ValueError if there are more stages than layers.
+    Raises: ValueError if there are more stages than layers, or if layers share what a stage does not hand on.
     """
+    if pp_size > 1 and (model.kv_sources or model.mixer.get("input_size")):
+        what = "its layers share K and V, or get inputs of their own"
+        raise ValueError(f"pipeline_parallel_size={pp_size} does not work with {model.architecture}: {what}")
     if pp_size > model.num_layers:
         raise ValueError(f"pipeline_parallel_size={pp_size} is more than the model's {model.num_layers} layers")
     each, more = divmod(model.num_layers, pp_size)

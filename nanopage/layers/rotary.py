@@ -12,20 +12,22 @@ class RotaryEmbedding(nn.Module):
     """Computes the rotations of all heads: positions [T] -> (cos, sin) of each rope, [T, 1, rotated / 2] in `dtype`.
     A rope with a temperature has rotations of q and of k: [T, 2, rotated / 2].
 
-    Args: ropes: of the model, which has one or two. They rotate the same number of dimensions.
+    Args: ropes: of the model, each with the size of the heads that it rotates. None: there is no such rope.
     """
 
     frequencies: Tensor
 
-    def __init__(self, head_dim: int, *ropes: RopeConfig):
+    def __init__(self, *ropes: tuple[int, RopeConfig | None]):
         super().__init__()
-        frequencies, self.scales = zip(*(inverse_frequencies(head_dim, rope) for rope in ropes), strict=True)
-        self.temperatures = [rope.temperature for rope in ropes]
-        self.register_buffer("frequencies", torch.stack(frequencies), persistent=False)
+        known = [(size, rope) for size, rope in ropes if rope is not None]
+        frequencies, scales = zip(*(inverse_frequencies(*each) for each in known), strict=True)
+        self.factors = [(scale, rope.temperature) for scale, (_, rope) in zip(scales, known, strict=True)]
+        self.sizes = [len(each) for each in frequencies]
+        self.register_buffer("frequencies", torch.cat(frequencies), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         rotations = []
-        for frequencies, scale, temperature in zip(self.frequencies, self.scales, self.temperatures, strict=True):
+        for frequencies, (scale, temperature) in zip(self.frequencies.split(self.sizes), self.factors, strict=True):
             # Angles are float32: bfloat16 cannot tell position 256 from 257.
             angles = positions[:, None, None].float() * frequencies
             cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -55,7 +57,9 @@ def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[Tensor, float]
     frequencies = 1.0 / rope.theta**exponents
     if rope.rope_type == "none":
         return torch.zeros_like(frequencies), 1.0
-    if rope.rope_type == "linear":  # position interpolation, Chen et al. 2023
+    if rope.rope_type == "proportional":  # Gemma 4: the slowest dimensions are not rotated
+        frequencies[int(rope.params["partial_rotary_factor"] * head_dim // 2) :] = 0
+    if rope.rope_type in ("linear", "proportional"):  # position interpolation, Chen et al. 2023
         return frequencies / rope.params["factor"], 1.0
     if rope.rope_type == "llama3":
         return _llama3(frequencies, rope.params), 1.0

@@ -31,8 +31,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions: Embedding | None = None  # of a family that learns an embedding of each position
-        ropes = [rope for rope in (config.rope, config.other_rope) if rope is not None]
-        self.rotary = RotaryEmbedding(config.head_dim, *ropes)
+        full_dim = config.head_dim if config.full_heads is None else config.full_heads[1]
+        self.rotary = RotaryEmbedding((full_dim, config.rope), (config.head_dim, config.other_rope))
         self.layers = nn.ModuleList(layers)
         self.norm = make_norm(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
@@ -135,7 +135,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, index: int, qkv_bias: bool = False, o_bias: bool = False):
         super().__init__()
         self.index = index
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads, (self.num_kv_heads, self.head_dim) = config.num_heads, config.heads_of(index)
         window = config.sliding_windows[index]
         self.rope = int(index in config.other_rope_layers)  # in StepContext.rotations
         # The loader adds the scales that a checkpoint has for K and V.

@@ -23,11 +23,12 @@ def meta_model(config: ModelConfig) -> Decoder:
     family = family_of(config)
     with torch.device("meta"):
         if hasattr(family, "make_model"):  # it is more than a stack of layers
-            return family.make_model(config)
-        model = Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])
+            model: Decoder = family.make_model(config)
+        else:
+            model = Decoder(config, [family.make_layer(config, index) for index in range(config.num_layers)])
         if config.encoders:
             model.encoders = torch.nn.ModuleDict(family.make_encoders(config))  # type: ignore[assignment]
-        if (pooling := config.pooling) is not None and pooling.answers is None:
+        if (pooling := config.pooling) is not None and pooling.answers is None and not config.is_encoder:
             model.lm_head = None  # type: ignore[assignment]
             if pooling.task == "classify":
                 model.score = Linear(config.hidden_size, pooling.num_labels)

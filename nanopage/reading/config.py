@@ -138,8 +138,8 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
         special.setdefault("other_rope_layers", with_window)
     special.setdefault("rms_norm_eps", fields.number("rms_norm_eps", 1e-6))
     special.setdefault("tie_word_embeddings", fields.flag("tie_word_embeddings"))
-    if "experts" in special and special["activation"] != "silu":
-        raise fields.unsupported("hidden_act", f"{special['activation']!r} with experts", ["silu"])
+    if "experts" in special and special["activation"] not in (known := getattr(family, "OF_EXPERTS", ("silu",))):
+        raise fields.unsupported("hidden_act", f"{special['activation']!r} with experts", known)
     num_kv_heads, head_dim = special["num_kv_heads"], special["head_dim"]
     if num_heads % num_kv_heads:
         raise fields.error(
@@ -147,8 +147,10 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
         )
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd: rotary embeddings need pairs")
-    for rope in filter(None, (special["rope"], special.get("other_rope"))):
-        check_rope(fields, rope, head_dim)
+    ropes = special["rope"], special.get("other_rope")
+    for rope, size in zip(ropes, (special.get("full_heads", (0, head_dim))[1], head_dim), strict=True):
+        if rope is not None:
+            check_rope(fields, rope, size)
     return special
 
 

@@ -4,7 +4,7 @@ from nanopage.checks.fields import RANGES, Fields
 from nanopage.config.rope import RopeConfig
 from nanopage.files.model_files import shown
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 
 # rope type -> (required numbers, optional numbers)
 ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -17,6 +17,7 @@ ROPE_NUMBERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "dynamic": (("factor",), ()),
     "longrope": (("original_max_position_embeddings",), ("factor", "attention_factor")),
+    "proportional": ((), ("factor",)),
 }
 
 
@@ -43,7 +44,7 @@ def read_rope(
     if rope_type not in ROPE_TYPES:
         raise config.unsupported(name, f"of type {shown(rope_type)}", ROPE_TYPES)
     rotated = _first_number("partial_rotary_factor", rope, config, 1.0)
-    if rotated != 1 and not partial:
+    if rotated != 1 and not partial and rope_type != "proportional":
         raise config.unsupported("partial_rotary_factor", f"{rotated:g}", ["1.0"])
     others = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
     params = {key: value for key, value in rope.values.items() if key not in others}
@@ -66,6 +67,8 @@ def read_rope(
         numbers.flag("truncate", True)
     if rope_type == "longrope":
         params["max_position_embeddings"] = params["length"] = max_position_embeddings
+    if rope_type == "proportional":  # the others have a frequency of 0
+        params, rotated = {"factor": 1.0, "partial_rotary_factor": rotated} | params, 1.0
     return RopeConfig(theta, rope_type, params, rotated)
 
 

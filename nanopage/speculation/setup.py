@@ -63,7 +63,7 @@ def choose_drafts(
 
 def _blocks_for_drafts(config: EngineConfig, capacity: Capacity, draft_config: ModelConfig, max_model_len: int) -> int:
     """The size of a draft model's pool. It holds as many sequences of `max_model_len` tokens as the model's pool."""
-    windows = divide_layers(draft_config.sliding_windows, max_model_len).windows
+    windows = divide_layers(draft_config.sliding_windows, max_model_len, draft_config.kv_sources).windows
     needed = BlockNeeds(windows, config.block_size, max_model_len).of([max_model_len])  # all blocks at once
     by_model = BlockNeeds(capacity.windows, config.block_size, config.token_budget(capacity.device)).of([max_model_len])
     return max(needed, capacity.num_blocks * needed // by_model)

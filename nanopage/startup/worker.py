@@ -51,7 +51,7 @@ def set_up(config: EngineConfig, model_config: ModelConfig, part: Part, path: Pa
     if model_config.is_encoder:
         kinds = LayerKinds((), (0,) * model_config.num_layers)  # layers keep nothing
     else:
-        kinds = divide_layers(model_config.sliding_windows, longest)
+        kinds = divide_layers(model_config.sliding_windows, longest, model_config.kv_sources)
     kinds = kinds.stage(layers_of_stage(model_config, part.pp_rank, part.pp_size))
     dtype, why = resolve_dtype(config.dtype, model_config.dtype, device)
     for message in refused(config, model_config, device, dtype, path):

@@ -25,8 +25,8 @@ class KVCache:
             state/pages.py describes the layout of a block. With latent attention, there is no V. If there are several
             kinds of layers (layer_kinds.py), the first dimension is only as large as the largest kind, and a block
             belongs to the layers of one kind
-    layers  of each layer, its part of `tensor`: [2, num_blocks, num_kv_heads, head_dim * block_size]. Layers with a
-            state keep it there (recurrent/states.py)
+    layers  of each layer, its part of `tensor`: [2, num_blocks, num_kv_heads, head_dim * block_size], with the sizes
+            of its own heads. Layers with a state keep it there (recurrent/states.py)
     movable   the same memory in a dtype that all operators know (state/pages.py); the methods below work on it
     host    the host pool, [num_host_blocks, num_layers, 2, num_kv_heads, head_dim * block_size]; None before the first
             swap
@@ -49,10 +49,14 @@ class KVCache:
     ):
         self.kinds = kinds or one_kind(config.num_layers)
         blocks = num_blocks + (STATE in self.kinds.windows)  # one more, for the padding of CUDA graphs
-        shape = (self.kinds.num_rows, config.kv_parts, blocks, config.num_kv_heads, config.head_dim * block_size)
+        heads, dim = config.largest_heads
+        shape = (self.kinds.num_rows, config.kv_parts, blocks, heads, dim * block_size)
         with memory_errors("the KV cache, which kv_cache_gib or gpu_memory_utilization makes smaller"):
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = [self.tensor[row] for row in self.kinds.rows]
+        self.layers = [
+            self.tensor[row].flatten(2)[..., : heads * dim * block_size].unflatten(2, (heads, dim * block_size))
+            for row, (heads, dim) in zip(self.kinds.rows, map(config.heads_of, range(config.num_layers)), strict=True)
+        ]
         self.movable = movable(self.tensor)
         self.num_blocks = num_blocks
         self.block_size = block_size

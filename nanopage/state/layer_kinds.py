@@ -40,20 +40,23 @@ class LayerKinds:
 
     windows    of each kind: how many of the last tokens its layers see, the present one included; None for all; STATE
     of_layers  the kind of each layer
+    sources    the layer whose K and V each layer attends to; (): its own
     """
 
     windows: tuple[int | None, ...]
     of_layers: tuple[int, ...]
+    sources: tuple[int, ...] = ()
 
     @property
     def rows(self) -> list[int]:
-        """For each layer, how many layers before it are of the same kind: its place in a block."""
-        return [self.of_layers[:index].count(kind) for index, kind in enumerate(self.of_layers)]
+        """For each layer, how many layers before its source are of the same kind: its place in a block."""
+        sources = self.sources or range(len(self.of_layers))
+        return [self.of_layers[:index].count(self.of_layers[index]) for index in sources]
 
     @property
     def num_rows(self) -> int:
         """How many layers a block has room for."""
-        return max(Counter(self.of_layers).values())
+        return 1 + max(self.rows)
 
     def stage(self, layers: range) -> "LayerKinds":
         """The kinds of these layers only. All stages of a model have the same kinds, and the same block tables."""
@@ -65,7 +68,7 @@ def one_kind(num_layers: int) -> LayerKinds:
     return LayerKinds((None,), (0,) * num_layers)
 
 
-def divide_layers(windows: Sequence[int | None], max_model_len: int) -> LayerKinds:
+def divide_layers(windows: Sequence[int | None], max_model_len: int, sources: Sequence[int] = ()) -> LayerKinds:
     """Divide a model's layers into kinds.
 
     Layers keep all blocks where little would be gained: where no sequence is longer than the window, or where windows
@@ -74,7 +77,11 @@ def divide_layers(windows: Sequence[int | None], max_model_len: int) -> LayerKin
     Args:
         windows: of each layer; None if it has none; STATE.
         max_model_len: most tokens of a sequence.
+        sources: as in LayerKinds. The layers that have K and V of their own come first.
     """
+    if sources:
+        own = divide_layers(windows[: len({*sources})], max_model_len)
+        return LayerKinds(own.windows, tuple(own.of_layers[source] for source in sources), tuple(sources))
     windows = [window if window is not None and window < max_model_len else None for window in windows]
     counts = Counter(windows)
     size = min(counts.values())  # of a kind

@@ -67,6 +67,8 @@ def why_not_compiled(setup: Setup) -> str | None:
         return "layers with a state are not compiled on a GPU"
     if setup.model_config.latent is not None:
         return "layers with latent attention are not compiled"
+    if setup.model_config.full_heads is not None:
+        return "layers with heads of two sizes are not compiled"
     if setup.on_gpu and config.enable_lora:
         return "layers with adapters are not compiled on a GPU"
     if config.enforce_eager:

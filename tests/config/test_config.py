@@ -37,6 +37,8 @@ ARCHITECTURES = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4",
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
@@ -90,6 +92,8 @@ OTHER_SIZES = (
     *("d_model", "encoder_layers", "decoder_layers", "encoder_attention_heads", "decoder_attention_heads"),
     *("encoder_ffn_dim", "decoder_ffn_dim", "num_mel_bins", "max_source_positions", "max_target_positions"),
     *("image_size", "patch_size", "scale_factor", "longest_edge", "mm_tokens_per_image"),  # tests/vision has them
+    *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "top_k_experts"),
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )  # two are an encoder's; tests/models and tests/recurrent have the last lines
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 FLAGS = ["enable_prompt_embeds", "enable_prompt_adapter", "enable_prefix_caching", "enforce_eager", "enable_lora"]
@@ -521,7 +525,7 @@ def test_a_known_architecture_has_a_family(architecture):
     assert find_family(architecture).__name__.split(".")[-1] == ARCHITECTURES[architecture]
 
 
-@pytest.mark.parametrize("rope_type", ["mrope", "proportional", None, ["linear"]])
+@pytest.mark.parametrize("rope_type", ["mrope", "axial", None, ["linear"]])
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_an_unknown_rope_type_is_an_error_that_lists_the_supported_ones(key, field, rope_type):
@@ -565,6 +569,8 @@ def of_family(architecture, **fields):
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_key_value_heads=4)
+GEMMA4 = of_family("Gemma4ForCausalLM", num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+MIXED = {"0": {"head_dim": 8}, "3": {"head_dim": 32}}
 
 
 @pytest.mark.parametrize(
@@ -640,6 +646,24 @@ PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_k
         (of_family("Qwen3NextForCausalLM", rope_scaling={"type": "default", "mrope_section": [1, 1, 2]}), "mrope"),
         (of_family("Qwen3NextForCausalLM", hidden_act="gelu"), "hidden_act"),
         (of_family("Qwen3NextForCausalLM", num_experts=0), "num_experts"),
+        (GEMMA4 | {"sliding_window": None}, "sliding_window must not be null"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
+        (GEMMA4 | {"num_kv_shared_layers": 4}, "num_kv_shared_layers leaves a type of layers"),
+        (GEMMA4 | {"num_kv_shared_layers": 1}, "num_kv_shared_layers leaves a type of layers"),
+        (GEMMA4 | {"num_kv_shared_layers": -1}, "num_kv_shared_layers must be a positive integer"),
+        (GEMMA4 | {"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input 99 is less than"),
+        (GEMMA4 | {"hidden_size_per_layer_input": -1}, "hidden_size_per_layer_input"),
+        (GEMMA4 | {"global_head_dim": 2**13}, "global_head_dim must be at most"),
+        (GEMMA4 | {"global_head_dim": 7}, "num_attention_heads 4 does not fit 4 KV heads of 7"),
+        (GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 3}, "does not fit 3 KV heads"),
+        (GEMMA4 | {"per_layer_config": {"3": {"hidden_size": 8}}}, "per_layer_config with .* of layer 3"),
+        (GEMMA4 | {"per_layer_config": MIXED}, "per_layer_config with several sizes"),
+        (GEMMA4 | {"per_layer_config": {"3": 1}}, "3 must be an object"),
+        (GEMMA4 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling in place of"),
+        (GEMMA4 | {"rope_parameters": {"rope_type": "default"}}, "rope_parameters has no object full_attention"),
+        (GEMMA4 | {"enable_moe_block": True}, "num_experts"),
+        (GEMMA4 | {"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3}, "top_k_experts must be at most"),
+        (GEMMA4 | {"enable_moe_block": 1}, "enable_moe_block must be true or false"),
         (of_family("Qwen3_5ForConditionalGeneration", text_config=[]), "text_config"),
         (of_family("Qwen3_5ForConditionalGeneration", text_config={"hidden_size": "64"}), "hidden_size"),
     ],
@@ -666,6 +690,16 @@ def test_missing_fields_of_gpt_oss_are_those_of_transformers():
     expected = RopeConfig(150000.0, "yarn", yarn | {"original_max_position_embeddings": 4096})
     (ours, scale), (theirs, their_scale) = (inverse_frequencies(64, rope) for rope in (made.rope, expected))
     assert ours.equal(theirs) and scale == their_scale > 1
+
+
+def test_missing_fields_of_gemma_4_are_those_of_transformers():
+    config = without(of_family("Gemma4ForCausalLM", num_attention_heads=8, head_dim=None), "num_key_value_heads")
+    made = config_from_dict(config | {"num_hidden_layers": 7})
+    assert (made.num_kv_heads, made.head_dim, made.full_heads, made.kv_sources) == (4, 256, (4, 512), ())
+    assert made.sliding_windows == (*[512] * 5, None, None) and made.tie_word_embeddings
+    partial = {"factor": 1.0, "partial_rotary_factor": 0.25}
+    assert (made.rope, made.other_rope) == (RopeConfig(1e6, "proportional", partial), RopeConfig(1e4))
+    assert (made.mixer["input_size"], made.mixer["input_vocab_size"], made.experts) == (256, 2**18, None)
 
 
 def test_missing_fields_of_glm_are_those_of_transformers():
@@ -960,6 +994,7 @@ ROPES = {
     "yarn": {"rope_type": "yarn", "factor": 2.0},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "longrope": {"rope_type": "longrope", "original_max_position_embeddings": 64},
+    "proportional": {"rope_type": "proportional"},
 }
 ROPES["longrope"] |= {name: [1.5] * 8 for name in ("short_factor", "long_factor")}
 IN_ROPES = [(kind, name) for kind, names in ROPE_NUMBERS.items() for name in (*names[0], *names[1])]

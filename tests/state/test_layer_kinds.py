@@ -41,6 +41,16 @@ def test_every_layer_has_a_place_of_its_own(windows, num_kinds, num_rows):
     assert stages[0].of_layers + stages[1].of_layers == kinds.of_layers
 
 
+def test_layers_that_share_k_and_v_take_no_place():
+    kinds = divide_layers([512, None, 512, None, 512, None], 32768, [0, 1, 2, 3, 2, 3])
+    assert kinds.windows == (None, 512)
+    assert kinds.of_layers == (1, 0, 1, 0, 1, 0)
+    assert kinds.rows == [0, 0, 1, 1, 1, 1] and kinds.num_rows == 2
+    kinds = divide_layers([512, None, 512, None], 512, [0, 1, 0, 1])
+    assert (kinds.windows, kinds.of_layers) == ((None,), (0,) * 4)
+    assert kinds.rows == [0, 1, 0, 1] and kinds.num_rows == 2
+
+
 @pytest.mark.parametrize("max_model_len", [100, 512])
 def test_a_window_that_no_sequence_outgrows_is_none(max_model_len):
     assert divide_layers([512, None] * 4, max_model_len) == one_kind(8)
