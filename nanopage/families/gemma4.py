@@ -193,7 +193,7 @@ class Gemma4Decoder(Decoder):
         self.per_layer_projection_norm = make_norm(config, self.size)
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        x = self.embed(input_ids)
+        x = self.embed(input_ids, step.positions)
         step.rotations = self.rotary(step.positions, x.dtype)
         return self.run_layers((x, self.inputs(input_ids, x)), step)
 

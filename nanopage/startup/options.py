@@ -73,6 +73,9 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield f"enable_lora does not work here: {path} has layers with a state"
     if model_config.encoded_positions:
         yield from _refused_by_encoder(config, path)
+    if model_config.mixer.get("input_size"):  # of Gemma 4: inputs of layers
+        for name in config.given("enable_prompt_embeds", "enable_prompt_adapter"):
+            yield f"{name} does not work with {path}: each of its layers looks up the tokens"
     if model_config.model_impl == "transformers":
         for name in config.given("enable_prompt_embeds", "enable_prompt_adapter"):
             yield f"{name} does not work with model_impl='transformers': its modules take tokens"
