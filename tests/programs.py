@@ -34,6 +34,7 @@ def forked(program: Path | str, *arguments: object, env: Mapping[str, str] = os.
         program: a file, or the name of a module, as in python -m.
         env: environment variables of the process.
     """
+    env = dict(env)
 
     def run() -> None:
         code = 1

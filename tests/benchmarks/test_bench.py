@@ -21,6 +21,7 @@ import torch
 import typer
 from encoders import tiny_encoder, write_modules
 from helpers import ForkedLink, random_tokens, run_bench, tiny_model
+from programs import ROOT, forked
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -49,8 +50,6 @@ from nanopage.outputs import StepStats
 from nanopage.step import Batch
 from nanopage.weights import loader
 from nanopage.worker.model_runner import Launched, record_event
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.usefixtures("fast_and_wide")
 
@@ -108,21 +107,9 @@ def test_the_program_writes_what_it_has_served_when_it_is_terminated(model, tmp_
     trace, file = tmp_path / "trace.jsonl", tmp_path / "result.json"
     lines = [{"timestamp": t, "input_length": 5, "output_length": 3} for t in (0, 3600)]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    command = [
-        sys.executable,
-        ROOT / "bench.py",
-        "serve",
-        "--trace",
-        trace,
-        "--model",
-        model,
-        "--eager",
-        "--json",
-        file,
-    ]
-    with subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as bench:
+    program = forked(ROOT / "bench.py", "serve", "--trace", trace, "--model", model, "--eager", "--json", file)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(["bench.py"], preexec_fn=program, **options) as bench:
         printed = ""
         while "warm-up" not in printed and bench.poll() is None:
             printed += bench.stdout.readline()

@@ -10,6 +10,7 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import programs
 import psutil
 import pytest
 import torch.distributed as dist
@@ -408,6 +409,7 @@ def test_a_worker_that_dies_or_hangs_while_no_request_is_there_is_noticed(model,
     asyncio.run(main())
 
 
+ENV = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SCRIPT = """
 import sys
 from nanopage import LLM, SamplingParams
@@ -420,12 +422,12 @@ if sys.argv[2] == "waits":
 
 
 @pytest.mark.parametrize("how", ["returns", "waits"])
-def test_no_worker_outlives_its_engine(model, how):
+def test_no_worker_outlives_its_engine(model, tmp_path, how):
     """Whether the program ends without a word or is killed. It has no guard of __main__, as `spawn` would need."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "script.py").write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(model), how],
-        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        ["true"], preexec_fn=programs.forked(tmp_path / "script.py", model, how, env=os.environ | ENV),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     with process:
         workers = [int(pid) for pid in process.stdout.readline().split()]

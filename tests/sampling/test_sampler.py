@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import examples
+from helpers import LONG, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -258,7 +258,8 @@ LOGITS = [1.0, 0.5, 1.5, -1.0, 0.0, 1.5, -0.25, -2.0, 2.0, 0.25, -INF, 0.5]
     ids=str,
 )
 def test_samples_follow_the_exact_distribution(params, varying):
-    draws = 10_000
+    # A temperature of 0.6 leaves some tokens too unlikely for fewer draws.
+    draws = 10_000 if LONG or params == {"temperature": 0.6} else 4_000
     tokens = sample(torch.tensor(LOGITS).expand(draws, -1), sequences(draws, varying, **params))
     assert_drawn_from(exact_distribution(LOGITS, **params), tokens)
 

