@@ -47,7 +47,7 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        num_body = self._num_body
+        num_body = 0 if self._is_whole else self._num_body  # of the request that the bytes belong to
         super().data_received(data)
         if self._in_head:
             self._received += len(data)

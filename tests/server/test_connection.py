@@ -140,6 +140,23 @@ def test_small_chunks_and_trailers_are_no_attack():
     assert bodies == [b"x" * (MAX_FRAMING // 8) + b"y" * 1_000_000]
 
 
+def test_large_bodies_follow_each_other_on_a_connection():
+    """A read may have a head and the beginning of a large body, and what the previous body had does not count."""
+    body = b"Content-Length: 400000\r\n\r\n" + b"a" * 400_000
+
+    async def talk() -> list[bytes]:
+        async with serving(guarded(ok)) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            replies = []
+            for _ in range(3):
+                writer.write(HEAD + body)
+                replies.append(await reader.readuntil(b"ok"))
+            writer.close()
+            return replies
+
+    assert all(reply.startswith(b"HTTP/1.1 200") for reply in asyncio.run(talk()))
+
+
 @pytest.mark.parametrize(
     "head", [b"Content-Length: 5000\r\n\r\n1", b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n"]
 )
