@@ -193,18 +193,25 @@ def _open(state: ServerState, llm: AsyncLLM, request: Request, body: bytes) -> C
     state.model_name(form.get("model") or None)
     if form.ignored and state.strict_fields:
         raise ApiError(400, f"unknown field {form.ignored[0]!r}", param=form.ignored[0], code="unknown_field")
+    tokens = read_speech_tokens(llm.engine)
+    if task == "translate" and not tokens.languages:
+        raise _not_served(f"The model {state.model_names[0]!r} knows English alone: it does not support {path}.")
     response_format, streams, options = form.response_format(), form.streams, form.options(task)
     salt = request.scope["nanopage.key"] if state.salt_per_key else ""
     try:
         sound = Sound(form.files["file"], MAX_SECONDS)
         try:
-            job = Transcription(llm, read_speech_tokens(llm.engine), sound, options, salt)
+            job = Transcription(llm, tokens, sound, options, salt)
         except ValueError as error:
             sound.close()
             raise invalid(error, ("language", "prompt")) from None
     except AudioError as error:
         raise _bad_file(error) from None
     return Call(job, response_format, streams, form.ignored[:50])
+
+
+def _not_served(message: str) -> ApiError:
+    return ApiError(404, message, param="model", code="not_served")
 
 
 def _bad_file(error: AudioError) -> ApiError:
@@ -216,8 +223,7 @@ async def _transcribe(state: ServerState, request: Request) -> Response:
     started, name = time.perf_counter(), f"trsc-{uuid.uuid4().hex}"
     llm, path = state.require(), request.url.path
     if llm.engine.model_config.architecture != WHISPER:
-        message = f"The model {state.model_names[0]!r} hears nothing: it does not support {path}."
-        raise ApiError(404, message, param="model", code="not_served")
+        raise _not_served(f"The model {state.model_names[0]!r} hears nothing: it does not support {path}.")
     entering = [llm.engine.max_model_len]
     state.enter(llm, entering)
     try:

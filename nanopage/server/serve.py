@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from nanopage import MAX_MESSAGE, escaped
+from nanopage.audio import WHISPER
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
 from nanopage.files.lossy_output import lose_output
@@ -28,7 +29,7 @@ from nanopage.server.app import create_app, guard, load_engine
 from nanopage.server.connection import Connection
 from nanopage.server.listener import Listener, listen, raise_limit
 from nanopage.server.live_view import LiveView
-from nanopage.server.middleware import LOCAL_HOSTS
+from nanopage.server.middleware import AUDIO_PATHS, LOCAL_HOSTS
 from nanopage.server.state import ServerState
 from nanopage.server.tools import FINISH_REASONS, ToolOptions
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
@@ -490,7 +491,7 @@ class Server(uvicorn.Server):
             host = "127.0.0.1" if self.config.host in PUBLIC else self.config.host
             url, curl = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", "curl"
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-        return (
-            f"ready: {url}/v1 serves {name}. Try: {curl} {url}/v1/chat/completions "
-            f"-H 'Content-Type: application/json' -d '{body}'"
-        )
+        call = f"/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+        if self.state.llm is not None and self.state.llm.engine.model_config.architecture == WHISPER:
+            call = f"{AUDIO_PATHS['transcribe']} -F file=@talk.wav"
+        return f"ready: {url}/v1 serves {name}. Try: {curl} {url}{call}"

@@ -12,6 +12,7 @@ from asgi import call
 from openai.types.audio import Transcription, TranscriptionVerbose
 from speech import END, IDS, ScriptedLLM, encoded, sound, write_whisper
 
+from nanopage.audio import rules
 from nanopage.server.app import create_app
 from nanopage.server.state import ServerState
 
@@ -194,7 +195,11 @@ def test_metrics_and_salts(app, llm, state):
     assert f'handler="{TRANSCRIPTIONS}",method="POST",status="200"' in page
 
 
-def test_models_and_endpoints_that_do_not_fit_are_named(app, llm):
+def test_models_and_endpoints_that_do_not_fit_are_named(app, llm, monkeypatch):
+    monkeypatch.setattr(rules, "_generation_fields", lambda path: {"is_multilingual": False})
+    reply = post(app, TRANSLATIONS)
+    assert (reply.status, reply.error["code"]) == (404, "not_served") and "English alone" in reply.error["message"]
+    assert post(app, language="de").error["param"] == "language"
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
         ("/v1/completions", {"prompt": "Hello"}),
