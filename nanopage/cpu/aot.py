@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ logger = logging.getLogger("nanopage")
 # Layers with slots for adapters are also compiled for two more kinds of steps, where a row has an adapter:
 #   adapted-one, adapted-many
 # Where only some layers have experts, PLAIN follows the names of the parts of the others. CROSS follows those of layers
-# that attend to the positions of an encoder: each of their tokens is a decode of its own, of a sequence in one block.
+# that attend to all positions of an encoder, which are in one block. Their window is STATE: they see all keys.
 PLAIN, CROSS = "-plain", "-cross"
 CHAIN = "chain.so"
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
@@ -263,12 +263,12 @@ class Compiled:
 
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledLayers:
         modules: list[Any] = list(self.model.layers)
-        windows, caches = attention_windows(self.config), list(self.kv_cache.layers)
+        windows, caches = self.config.sliding_windows, list(self.kv_cache.layers)
+        mixers = [has_mixer(self.config, index) for index in range(len(modules))]
         caches = [
-            state_of(cache, torch.float32) if window == STATE else cache
-            for cache, window in zip(caches, windows, strict=True)
+            state_of(cache, torch.float32) if mixer else cache for cache, mixer in zip(caches, mixers, strict=True)
         ]
-        ropes = [0 if window == STATE else layer.self_attn.rope for layer, window in zip(modules, windows, strict=True)]
+        ropes = [0 if mixer else layer.self_attn.rope for layer, mixer in zip(modules, mixers, strict=True)]
 
         def fixed(tensors_of: Callable[[nn.Module], dict[str, Tensor]]) -> list[FixedInputs]:
             pairs = zip(caches, modules, strict=True)
@@ -337,9 +337,9 @@ def own_tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors_of(layer).items() if id(tensor) not in adapters}
 
 
-def attention_windows(config: ModelConfig) -> Sequence[int | None]:
-    """The window of each layer. STATE for those without attention."""
-    return [None if config.encoded_positions and window == STATE else window for window in config.sliding_windows]
+def has_mixer(config: ModelConfig, index: int) -> bool:
+    """Whether a layer has a state in place of attention. K and V of an encoder's positions are a state, too."""
+    return config.sliding_windows[index] == STATE and not config.encoded_positions
 
 
 def attention_to_encoded(attention: Any, num_positions: int) -> Any:
@@ -347,16 +347,15 @@ def attention_to_encoded(attention: Any, num_positions: int) -> Any:
     knows. Other attention is returned as it is."""
     if isinstance(attention, GroupedAttention):
         return attention
-    blocks = attention.targets.repeat_interleave(torch.from_numpy(attention.counts))  # of each token
-    ones = torch.ones_like(blocks)
-    return GroupedAttention(blocks, blocks[:, None], ones, ones * num_positions)  # no slots: nothing is written
+    counts = torch.from_numpy(attention.counts)
+    blocks = attention.targets.repeat_interleave(counts)  # in place of slots: nothing is written
+    return GroupedAttention(blocks, attention.targets[:, None], counts, torch.full_like(counts, num_positions))
 
 
 def parts_of(config: ModelConfig, index: int) -> list[str]:
     """The parts of a layer, in the order in which they run."""
-    window = attention_windows(config)[index]
-    parts = ["mixer"] if window == STATE else ["before", "after"]
-    if window != config.sliding_windows[index]:
+    parts = ["mixer"] if has_mixer(config, index) else ["before", "after"]
+    if config.sliding_windows[index] == STATE and config.encoded_positions:
         return [part + CROSS for part in parts]
     if config.experts is None or config.experts.layers[index]:
         return parts

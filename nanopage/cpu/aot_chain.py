@@ -124,7 +124,8 @@ class Layers:
         functions: of each layer: `before` and `after`, or, if it has a state, one for the whole layer.
         fixed: the fixed inputs of each layer's functions.
         kv_caches: the KV cache of each layer, as in KVCache.
-        windows: how many of the last tokens the attention of each layer sees; None for all; STATE.
+        windows: how many of the last tokens the attention of each layer sees; None for all up to the token itself.
+            STATE, which is negative: all, if the layer has attention.
         ropes: which of the model's ropes each layer has.
         kinds: the kind of each layer (see layer_kinds.py).
     """

@@ -60,7 +60,7 @@ struct Layer {
     int64_t part_rows;       // rows of each part but the last
     const Cached *keys, *values;
     Stored* out;
-    int64_t window;  // 0: none
+    int64_t window;  // 0: none; below 0: every query sees all keys
 };
 
 // The result of one of several splits.
@@ -251,7 +251,7 @@ void write(const Layer& layer, const Piece& piece, int row, const float* out, fl
 // Attend to `count` keys, from `first` on, by a query by itself.
 void attend_in_place(const Layer& layer, const Piece& piece, int64_t first, int count, Scratch& scratch) {
     const Sequence& sequence = piece.sequence;
-    const int from = layer.window ? std::max<int64_t>(0, sequence.num_keys - layer.window - first) : 0;
+    const int from = layer.window > 0 ? std::max<int64_t>(0, sequence.num_keys - layer.window - first) : 0;
     for (int i = 0; i < piece.num_heads; i++) {
         const Cached *keys[NUM_PAGES], *values[NUM_PAGES], *ahead[2 * NUM_PAGES];
         const bool last = i + 1 == piece.num_heads;
@@ -296,8 +296,8 @@ void attend_piece(const Layer& layer, const Piece& piece, Partial* partials, Scr
                       LENGTH = KEY_COLUMNS / PER_WORD;  // of rows of q and weights, in words
         multiply<KEY_COLUMNS, false>(scratch.q[0], SIZE, SIZE, scratch.k, scratch.scores[0], rows);
         softmax(scratch, 0, rows, [&](int i) {
-            const int64_t end = position + i / GROUP + 1 - first;
-            return std::pair<int, int>(layer.window ? end - layer.window : 0, std::min<int64_t>(end, count));
+            const int64_t end = layer.window < 0 ? count : position + i / GROUP + 1 - first;
+            return std::pair<int, int>(layer.window > 0 ? end - layer.window : 0, std::min<int64_t>(end, count));
         });
         multiply<DIMS, true>(scratch.weights[0], LENGTH, LENGTH, scratch.v, scratch.out[0], rows);
     }
@@ -348,7 +348,7 @@ struct Work {
 
     Work(const Step& step, int64_t window) {
         const auto first_of = [&](int64_t position) {  // at most the first key that a query sees
-            return window ? std::max<int64_t>(0, position + 1 - window) / KEYS * KEYS : 0;
+            return window > 0 ? std::max<int64_t>(0, position + 1 - window) / KEYS * KEYS : 0;
         };
         // Queries by themselves are divided into pieces with `share` keys or more, counted for each head. The heads of
         // a block are adjacent in memory, so a piece has all heads unless that leaves too few pieces.
@@ -365,7 +365,8 @@ struct Work {
             const Sequence sequence{blocks, row, step.query_lens[i], step.seq_lens[i]};
             for (int64_t query = 0; query < sequence.num_queries; query += TILE_QUERIES) {
                 const int64_t position = sequence.num_keys - sequence.num_queries + query;
-                const int64_t end = std::min(position + TILE_QUERIES, sequence.num_keys);
+                const int64_t seen = window < 0 ? sequence.num_keys : position + TILE_QUERIES;
+                const int64_t end = std::min(seen, sequence.num_keys);
                 const int64_t first = first_of(position);
                 const bool alone = sequence.num_queries == 1;
                 const int64_t length = alone ? length_alone : end - first;
@@ -411,7 +412,7 @@ void attend_together(const Step& step, const Layer& layer) {
 
 // Causal attention of q [T, heads, HEAD_DIM] over a layer's cache [2, num_blocks, NUM_KV_HEADS, HEAD_DIM * BLOCK_SIZE].
 // Writes `out`, of q's shape. Slots between a sequence's end and the end of its last block must be finite. A query sees
-// the last `window` tokens up to itself, or all of them if `window` is 0.
+// the last `window` tokens up to itself, or all of them if `window` is 0. If it is negative, attention is not causal.
 //
 // q: the addresses of its parts, each of `part_rows` rows except the last, which may have fewer.
 //

@@ -26,13 +26,12 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS
 from nanopage.models.decoder import Decoder, DecoderLayer, SelfAttention
 from nanopage.state.layer_kinds import STATE
-from nanopage.state.pages import movable, views
+from nanopage.state.pages import views
 
 ARCHITECTURES = ("WhisperForConditionalGeneration",)
 GGUF_ARCHITECTURE = None  # GGUF files are not read
 GGUF_TENSORS: dict[str, str] = {}
 POSITIONS = 1500  # of the encoder: one for 20 ms of the 30 s that it always reads
-FRAMES = 2 * POSITIONS  # of the spectrogram
 NORM = "input_layernorm"
 NAMES = {  # in checkpoints: here
     "proj_out.": "lm_head.",
@@ -188,7 +187,7 @@ class CrossAttention(nn.Module):
         Products are computed in float32 at least, and in float32 nothing is copied.
         """
         pages: Any = step.attention_of(self)
-        k, v = views(movable(step.kv_caches[self.index]), self.head_dim)
+        k, v = views(step.kv_caches[self.index], self.head_dim)
         exact = torch.promote_types(q.dtype, torch.float32)
         queries = (q.to(exact) * self.head_dim**-0.5).transpose(0, 1).split(pages.counts.tolist(), dim=1)
         attended = []
@@ -199,7 +198,7 @@ class CrossAttention(nn.Module):
 
 
 class AudioEncoder(nn.Module):
-    """The `spectrogram` of 30 seconds, [num_mel_bins, FRAMES] (audio/mel.py) -> [POSITIONS, hidden_size]."""
+    """The `spectrogram` of 30 seconds, [num_mel_bins, 2 * POSITIONS] (audio/mel.py) -> [POSITIONS, hidden_size]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -237,7 +236,7 @@ class EncoderLayer(nn.Module):
         attention: Any = self.self_attn
         q, k, v = attention.qkv_proj(self.self_attn_layer_norm(x)).chunk(3, dim=-1)
         heads = (part.unflatten(-1, (self.num_heads, -1)) for part in (q + attention.q_bias, k, v + attention.v_bias))
-        # With a batch of one: plain attention on a CPU is slower without.
+        # In a batch of one, because fast attention needs that dimension.
         attended = F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in heads))[0]
         x = x + attention.o_proj(attended.transpose(0, 1).flatten(1))
         x = x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
