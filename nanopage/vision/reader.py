@@ -1,12 +1,17 @@
 """ImageReader: the images of prompts, as items. build.py attaches one to an engine whose model sees images."""
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from nanopage.files.model_files import shown
 from nanopage.items.items import make_item
+from nanopage.step import Item
 from nanopage.text.prompts import TokenizedPrompt
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.vision.config import Pixels
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_IMAGES = 16  # of a prompt, without limit_mm_per_prompt
+PREPARED_BYTES = 128 * 2**20  # of images that are kept
 
 
 class Images(Protocol):
@@ -65,6 +71,8 @@ class ImageReader:
         self.placeholder: int = place
         pixels = images.pixels  # (pixel * factor - mean) / std = pixel * scale + offset
         scale, offset = pixels.factor / np.array(pixels.std), -np.array(pixels.mean) / pixels.std
+        self.prepared: OrderedDict[bytes, tuple[str, list[Item]]] = OrderedDict()  # by the image's pixels
+        self.lock = threading.Lock()  # guards it: several threads read prompts
         self.scaling = {"scale": scale.astype(np.float32), "offset": offset.astype(np.float32)}
 
     def __call__(self, prompt: TokenizedPrompt, data: Any) -> None:
@@ -80,8 +88,8 @@ class ImageReader:
         left, token_ids, merges = iter(given), list[int](), False
         for token_id in prompt.token_ids:
             if token_id == self.placeholder:
-                text, arrays = self.images.read(next(left))
-                self._append(prompt, token_ids, text, arrays)
+                text, items = self._prepare(next(left))
+                self._append(prompt, token_ids, text, items)
                 merges = text.endswith("\n")
             elif merges and (text := self._newlines(token_id)):
                 self._append(prompt, token_ids, text, [])
@@ -90,20 +98,39 @@ class ImageReader:
                 merges = False
         prompt.token_ids = token_ids
 
-    def _append(self, prompt: TokenizedPrompt, token_ids: list[int], text: str, arrays: list[np.ndarray]) -> None:
-        """Append the tokens of a text to `token_ids`, and items to a prompt. Newlines at the end of `token_ids` and at
-        the start of the text become tokens together, as they would in a text."""
+    def _prepare(self, image: "Image") -> tuple[str, list[Item]]:
+        """What takes the place of an image's placeholder: a text, and the items in it, at no position yet. The latest
+        ones are kept, because each turn of a conversation has the images of the turns before it."""
+        key = sha256(repr(image.size).encode() + image.tobytes()).digest()
+        with self.lock:
+            if key in self.prepared:
+                self.prepared.move_to_end(key)
+                return self.prepared[key]
+        text, arrays = self.images.read(image)
+        tokens, cost = self.images.tokens, self.images.patches
+        items = [make_item("image", 0, tokens, {"pixels": array} | self.scaling, cost) for array in arrays]
+        for item in items:
+            item.whole = self.config.whole
+        with self.lock:
+            self.prepared[key] = text, items
+            while len(self.prepared) > 1 and self._num_bytes() > PREPARED_BYTES:
+                self.prepared.popitem(last=False)
+        return text, items
+
+    def _num_bytes(self) -> int:
+        return sum(item.payload["pixels"].nbytes for _, items in self.prepared.values() for item in items)
+
+    def _append(self, prompt: TokenizedPrompt, token_ids: list[int], text: str, items: list[Item]) -> None:
+        """Append the tokens of a text to `token_ids`, and its items to a prompt. Newlines at the end of `token_ids` and
+        at the start of the text become tokens together, as they would in a text."""
         while text.startswith("\n") and token_ids and (before := self._newlines(token_ids[-1])):
             text = before + text
             token_ids.pop()
         new, tokens = self.tokenizer.encode(text, add_special_tokens=False), self.images.tokens
         places = [place for place, token_id in enumerate(new, len(token_ids)) if token_id == self.config.image_token]
-        if len(places) != tokens * len(arrays):
+        if len(places) != tokens * len(items):
             raise ValueError(f"the tokenizer does not make the token {self.config.image_token} of an image's text")
-        for place, array in zip(places[::tokens], arrays, strict=True):
-            item = make_item("image", place, tokens, {"pixels": array} | self.scaling, cost=self.images.patches)
-            item.whole = self.config.whole
-            prompt.items.append(item)
+        prompt.items += [replace(item, position=place) for place, item in zip(places[::tokens], items, strict=True)]
         token_ids += new
 
     def _newlines(self, token_id: int) -> str:

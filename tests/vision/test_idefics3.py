@@ -131,6 +131,31 @@ def encoder_calls(llm):
     return [*llm.engine.executor.worker.runner.table.items.outputs]
 
 
+def test_the_latest_images_are_kept_as_they_were_prepared(llm, monkeypatch):
+    reader, prompts = (
+        llm.engine.input_processor.prompts.item_readers["multi_modal_data"],
+        llm.engine.input_processor.prompts,
+    )
+    reader.prepared.clear()
+
+    def read(*seeds):
+        images = [picture(seed=seed) for seed in seeds]
+        return prompts.read({"prompt": "<image>" * len(seeds), "multi_modal_data": {"image": images}})
+
+    first, again = read(1), read(2, 1)
+    assert len(reader.prepared) == 2 and first.items[0].position == 2
+    size = len(first.items)
+    for old, new in zip(first.items, again.items[size:], strict=True):
+        assert old.payload is new.payload and old.hash == new.hash and old.position < new.position
+    monkeypatch.setattr("nanopage.vision.reader.PREPARED_BYTES", reader._num_bytes())
+    read(3)
+    assert len(reader.prepared) == 2  # the first one, which was used last, and the third
+    read(1)
+    assert len(reader.prepared) == 2 and read(1).items[0].payload is first.items[0].payload
+    monkeypatch.setattr("nanopage.vision.reader.PREPARED_BYTES", 1)
+    assert read(4, 5).items and len(reader.prepared) == 1
+
+
 def test_a_second_turn_does_not_read_its_images_again(llm):
     image = {"type": "image_url", "image_url": {"url": data_url(picture())}}
     messages = [{"role": "user", "content": [image, {"type": "text", "text": "where is the cat?"}]}]
