@@ -2,12 +2,16 @@
 chosen in groups.
 
 A token keeps one vector for all heads, c [rank], from which each head's K and V are made, and a part of K that is
-rotated. No K and V are made here. Head h scores a token by q · W_K c = (W_Kᵀ q) · c and puts out Σ w W_V c = W_V Σ w c,
-with its own W_K and W_V, two parts of kv_b_proj. So attention has one KV head for all query heads:
+rotated. For most sequences, no K and V are made here. Head h scores a token by q · W_K c = (W_Kᵀ q) · c and puts out
+Σ w W_V c = W_V Σ w c, with its own W_K and W_V, two parts of kv_b_proj. So attention has one KV head for all query
+heads:
 
     q of a head   [rotated part of q | W_Kᵀ q]
     K, also V     [rotated part of K | c]        in the pages of K; there are no others
     output        [not used          | Σ w c]    -> W_V Σ w c
+
+For DeepSeek's sizes, a pair of tokens then takes 1,152 multiplications in each head, in place of 320 with K and V. So K
+and V are made for sequences with MANY tokens in a step, one head after the other.
 
 The tensors of layers after the last one are left out. They predict further tokens (num_nextn_predict_layers).
 """
@@ -18,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanopage.checks.fields import GENERATE, Fields
@@ -28,11 +33,13 @@ from nanopage.experts.moe import Gate
 from nanopage.families import qwen3_moe
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.files.model_files import shown
+from nanopage.layers.attention import StepContext
 from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
-from nanopage.layers.rotary import magnitude
+from nanopage.layers.rotary import magnitude, rotate
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 from nanopage.reading.rope import read_rope
+from nanopage.state.pages import gather
 
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 INSTEAD = GENERATE
@@ -69,6 +76,7 @@ GGUF_FIELDS = GGUF_EXPERTS | {
 }
 GGUF_FLAGS = {"attention_bias": "self_attn.kv_a_proj_with_mqa.bias"}
 EPS = 1e-6  # of the norms of latent vectors, whatever rms_norm_eps is
+MANY = 256  # tokens of a sequence in a step, with which K and V are worth making, however long its context is
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -144,8 +152,11 @@ def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
 class LatentLayer(DecoderLayer):
     self_attn: "LatentAttention"
 
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        return super().after(x, self.self_attn.values(attended))
+    def forward(self, x: Tensor, step: StepContext) -> Tensor:
+        part = self.self_attn
+        q, latent = part.project(self.input_layernorm(x), *step.rotations[part.rope])
+        step.write(part, latent, latent)
+        return self.after(*step.keep(part, x, part.attend(q, step)))
 
 
 class LatentAttention(SelfAttention):
@@ -168,22 +179,53 @@ class LatentAttention(SelfAttention):
         self.kv_b_proj = LatentProjection(sizes, self.num_heads, config.from_gguf)
         self.o_proj = Linear(self.num_heads * sizes.v_size, hidden_size, bias)
 
-    def heads(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, num_heads, rotated + k_size] and what a token keeps [T, 1, rotated + rank], both rotated."""
         sizes = self.sizes
         q = self.q_proj(x) if sizes.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q, q_rotated = q.unflatten(-1, (self.num_heads, -1)).split([sizes.k_size, sizes.rotated], dim=-1)
         c, k_rotated = self.kv_a_proj_with_mqa(x)[:, None].split([sizes.rank, sizes.rotated], dim=-1)
-        q = torch.einsum("thk,hkr->thr", q, self.kv_b_proj.matrices(self.kv_b_proj.weight)[0])
         rotated = torch.cat((q_rotated, k_rotated), dim=1)
         if sizes.interleaved:
             rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        qk = torch.cat((rotated, torch.cat((q, self.kv_a_layernorm(c)), dim=1)), dim=-1)
-        return torch.cat((qk, qk[:, -1:]), dim=1)  # the last one in place of V, which is not written
+        rotated = rotate(rotated, cos, sin)
+        latent = torch.cat((rotated[:, -1:], self.kv_a_layernorm(c)), dim=-1)
+        return torch.cat((rotated[:, :-1], q), dim=-1), latent
 
-    def values(self, attended: Tensor) -> Tensor:
-        """The output of attention [T, num_heads, rotated + rank] -> [T, num_heads, v_size]."""
-        w_v = self.kv_b_proj.matrices(self.kv_b_proj.weight)[1]
-        return torch.einsum("thr,hvr->thv", attended[..., self.sizes.rotated :], w_v)
+    def attend(self, q: Tensor, step: StepContext) -> Tensor:
+        """q, as `project` makes it -> the output of attention, [T, num_heads, v_size]."""
+        attention: Any = step.attention_of(self)
+        many, counts = attention.query_lens >= MANY, attention.query_lens
+        rows = many.repeat_interleave(counts)
+        out = q.new_empty(*q.shape[:2], self.sizes.v_size)
+        for index in many.nonzero().flatten().tolist():
+            first, count = int(counts[:index].sum()), int(counts[index])
+            which = slice(first, first + count)
+            self._attend_many(q[which], attention.block_tables[index], int(attention.seq_lens[index]), step, out[which])
+        if not many.all():
+            w_k, w_v = self.kv_b_proj.matrices(self.kv_b_proj.weight)
+            q_rotated, q = q[~rows].split([self.sizes.rotated, self.sizes.k_size], dim=-1)
+            q = torch.cat((q_rotated, torch.einsum("thk,hkr->thr", q, w_k)), dim=-1)
+            tables, lens = attention.block_tables[~many], attention.seq_lens[~many]
+            few = replace(attention, block_tables=tables, query_lens=counts[~many], seq_lens=lens)
+            attended = few.attend(q, step.kv_caches[self.index], self.scoring)[..., self.sizes.rotated :]
+            out[~rows] = torch.einsum("thr,hvr->thv", attended, w_v)
+        return out
+
+    def _attend_many(self, q: Tensor, table: Tensor, length: int, step: StepContext, out: Tensor) -> None:
+        """Attention of the last tokens of a sequence of `length` tokens, with its block table, to `out`."""
+        kv_cache = step.kv_caches[self.index]
+        blocks = -(-length // (kv_cache.shape[3] // self.head_dim))
+        latent = gather(kv_cache, table[None, :blocks], self.head_dim)[1][0, 0, :length].to(q.dtype)
+        k_rotated, c = latent.split([self.sizes.rotated, self.sizes.rank], dim=-1)
+        places = torch.arange(length, device=q.device)
+        mask = places <= places[-len(q) :, None]
+        for head, (w_k, w_v) in enumerate(
+            zip(*self.kv_b_proj.matrices(self.kv_b_proj.weight), strict=True)
+        ):  # one by one, to save memory
+            k, v = torch.cat((k_rotated, c @ w_k.mT), dim=-1), c @ w_v.mT
+            made = q[None, :, head], k[None], v[None]
+            out[:, head] = F.scaled_dot_product_attention(*made, attn_mask=mask, scale=self.scoring.scale)[0]
 
 
 class LatentProjection(Gate):

@@ -7,9 +7,11 @@ import pytest
 import torch
 from helpers import CPU, Paged, random_tokens, tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
+from test_models import PLANS
 
 from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.checks.fields import MAX_SIZES
+from nanopage.families import deepseek
 from nanopage.reading.config import config_from_dict
 from nanopage.startup.options import refused
 from nanopage.state.kv_cache import KVCache
@@ -45,6 +47,21 @@ def test_a_token_takes_the_memory_of_one_vector(tmp_path):
     llm = LLM(str(tiny_model(tmp_path, "deepseek_v2")), device="cpu", kv_cache_gib=1 / 1024, max_model_len=600)
     size = llm.engine.executor.worker.kv_cache.tensor.nbytes / llm.engine.capacity.num_blocks
     assert size == 2 * llm.engine.config.block_size * (24 + 8) * 4  # 2 layers in float32
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_k_and_v_of_heads_give_what_latent_vectors_give(tmp_path, family, monkeypatch):
+    """Whole prompts, later chunks, and decodes beside them."""
+    sequences = random_tokens([1, 9, 25, 40])
+    made, results = Paged(tiny_model(tmp_path, family, torch.float64), sequences, torch.float64), []
+    for many in (1000, 5):
+        monkeypatch.setattr(deepseek, "MANY", many)
+        for plan in PLANS:
+            made.restart(sequences)
+            results.append(torch.cat(made.run(plan)))
+    assert not torch.equal(results[0], results[len(PLANS)])  # rounded differently
+    for result in results:
+        torch.testing.assert_close(result, results[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(

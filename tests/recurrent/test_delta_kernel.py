@@ -24,6 +24,7 @@ COMPILE = """
 import sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from benchmarks.kernel_resources import resource_usage
 from nanopage.recurrent.delta_kernel import delta_kernel as kernel, kernel_sizes
 for several in (True, False):
     sizes = kernel_sizes(32, 128, 128)
@@ -36,7 +37,8 @@ for several in (True, False):
     for architecture in (80, 90):
         source = ASTSource(kernel, types, constants)
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        assert made.asm["cubin"] and made.metadata.shared <= 48 * 1024, made.metadata
+        usage = resource_usage(made.asm["cubin"])
+        assert made.metadata.shared <= 48 * 1024 and int(usage["STACK"]) == 0, usage
 print("compiled")
 """
 
