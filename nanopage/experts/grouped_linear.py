@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanopage.experts.activation import clamped_swiglu
 from nanopage.kernels.paged_attention import architecture_of
+from nanopage.layers.mlp import ACTIVATIONS
 
 VARYING: dict[str, list[str]] = {"do_not_specialize": ["num_chosen"]}
 
@@ -133,8 +133,9 @@ def grouped_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     swiglu: Sequence[float] | None = None,
+    activation: str = "silu",
 ) -> Tensor:
-    """The weighted sum of the outputs of each token's experts, down(silu(gate(x)) * up(x)).
+    """The weighted sum of the outputs of each token's experts, down(activation(gate(x)) * up(x)).
 
     Args:
         x: [T, hidden_size] in float32, float16 or bfloat16.
@@ -142,7 +143,8 @@ def grouped_experts(
         chosen, weights: [T, num_chosen], from `routing.route`.
         first: the number of the first expert in `gate_up` and `down`. Experts on other workers add nothing.
         gate_up_bias, down_bias: [experts, outputs].
-        swiglu: alpha and limit of `clamped_swiglu`, in place of silu(gate(x)) * up(x).
+        swiglu: alpha and limit of `clamped_swiglu`, in place of activation(gate(x)) * up(x).
+        activation: a key of ACTIVATIONS.
 
     Returns: [T, hidden_size]
     """
@@ -154,7 +156,7 @@ def grouped_experts(
     _launch(x.contiguous(), (gate_up, gate_up_bias), scales, inner, groups, chosen.shape[1], options, from_tokens=True)
     if swiglu is None:
         gate, up = inner.chunk(2, dim=-1)
-        inner = F.silu(gate) * up
+        inner = ACTIVATIONS[activation](gate) * up
     else:
         inner = clamped_swiglu(inner, *swiglu)
     outputs = x.new_zeros(num_pairs, x.shape[1])  # outputs of other experts stay 0
@@ -204,11 +206,11 @@ def grouped_options(num_pairs: int, num_experts: int, dtype: torch.dtype, fast: 
 library = torch.library.Library("nanopage", "FRAGMENT")
 library.define(
     "grouped_experts(Tensor x, Tensor gate_up, Tensor down, Tensor chosen, Tensor weights, int first, "
-    "Tensor? gate_up_bias=None, Tensor? down_bias=None, float[]? swiglu=None) -> Tensor"
+    'Tensor? gate_up_bias=None, Tensor? down_bias=None, float[]? swiglu=None, str activation="silu") -> Tensor'
 )
 library.impl("grouped_experts", grouped_experts, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("nanopage::grouped_experts", lib=library)
-def _(x, gate_up, down, chosen, weights, first, gate_up_bias=None, down_bias=None, swiglu=None):
+def _(x, gate_up, down, chosen, weights, first, gate_up_bias=None, down_bias=None, swiglu=None, activation="silu"):
     return torch.empty_like(x)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from nanopage.config.model import ExpertsConfig
 from nanopage.experts.routing import route
 from nanopage.layers.linear import Linear
-from nanopage.layers.mlp import MLP
+from nanopage.layers.mlp import ACTIVATIONS, MLP
 
 
 class Gate(nn.Module):
@@ -146,6 +146,7 @@ class GroupedExperts(nn.Module):
         self.first = min(found)
         expert = found[self.first]
         self.swiglu: tuple[float, float] | None = getattr(expert, "swiglu", None)
+        self.activation = next(name for name, function in ACTIVATIONS.items() if function is expert.activation)
         self.linears: dict[str, Linear] = {name: getattr(expert, name) for name in ("gate_up_proj", "down_proj")}
         for name, linear in self.linears.items():
             for each, of_one in ((name, linear.weight.matrix), (f"{name}_bias", linear.bias)):
@@ -157,7 +158,8 @@ class GroupedExperts(nn.Module):
         chosen, weights = router(x)
         biases = self.gate_up_proj_bias, self.down_proj_bias
         matrices = self.gate_up_proj, self.down_proj
-        return torch.ops.nanopage.grouped_experts(x, *matrices, chosen, weights, self.first, *biases, self.swiglu)
+        how = *biases, self.swiglu, self.activation
+        return torch.ops.nanopage.grouped_experts(x, *matrices, chosen, weights, self.first, *how)
 
     def slots(self) -> Iterator[tuple[str, Tensor]]:
         """What the tensors of a checkpoint fill of each expert, under the names that they would have in `Experts`."""
