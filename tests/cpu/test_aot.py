@@ -27,6 +27,7 @@ from helpers import (
     tiny_model,
 )
 from rich.progress import Progress
+from safetensors.torch import load_file
 from test_gguf import SMOLLM, model_for, write_gguf
 from test_lora import save_adapter
 from test_models import LENGTHS, PLANS, packed
@@ -467,6 +468,24 @@ def test_a_decode_by_itself_gives_the_same_tokens(model, directory, params, alon
     has_head = compiled_in(engine).head is not None
     assert outputs[0] == outputs[1]
     assert steps[0] == (1, False) and steps[1:] == [(1, alone and has_head)] * 11
+
+
+def test_embeddings_in_place_of_tokens_give_the_same_tokens(model, directory):
+    """Also a prompt of one token, which is a step of a single token."""
+    engine = engine_of(model, enable_prompt_embeds=True, enable_prefix_caching=False)
+    assert compiled_in(engine) is not None
+    rows = load_file(model / "model.safetensors")["model.embed_tokens.weight"] * engine.model_config.embedding_scale
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for tokens in random_tokens([1, 17]):
+        engine.add_request("tokens", tokens, params)
+        engine.add_request("embeds", {"prompt_embeds": rows[tokens]}, params)
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        engine.add_request("alone", {"prompt_embeds": rows[tokens]}, params)
+        while engine.has_unfinished_requests():
+            (alone,) = engine.step()
+        assert done["tokens"] == done["embeds"] == alone.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("lengths", [[21], [17, 1, 8], [40, 40], [2], [1, 1], [1, 1, 1]], ids=str)
