@@ -165,7 +165,11 @@ class Jobs:
                     progress.remove_task(task)
                     self._print()
 
-            await asyncio.gather(*map(one, self.targets))
+            try:
+                await asyncio.gather(*map(one, self.targets))
+            finally:  # a signal does not lose texts that wait for others
+                self._waiting = [file for file in self._waiting if file in self._texts]
+                self._print()
 
     async def _transcribe(self, llm: "AsyncLLM", tokens: Any, file: Path, progress: Progress, task: TaskID) -> str:
         from nanopage.audio.files import Sound
