@@ -100,7 +100,7 @@ class Queues:
         self.of(group).remove(group)
         if group in self.suspects:
             self.suspects.remove(group)
-        group.status = Status.FINISHED
+        group.status, group.items = Status.FINISHED, []  # items are large, and a group is garbage in a cycle
         if group.last_event != "finished":  # recovery ends groups again
             group.metrics.finished_time = time.perf_counter()
             self.record("finished", group, reason=group.seqs[0].finish_reason or "")

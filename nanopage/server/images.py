@@ -7,6 +7,7 @@ from nanopage.server.errors import ApiError, unsupported
 from nanopage.text.image_parts import is_image
 
 TOKENS = 1000  # of an image, roughly
+MOST_BYTES = 2 << 30  # of images that have been cut up: a file of 100 bytes may become 13 MB
 
 
 def places_of(messages: list[dict]) -> list[str]:
@@ -34,6 +35,9 @@ async def load_images(llm: AsyncLLM, prompt: dict, messages: list[dict]) -> None
     if "multi_modal_data" not in prompt:
         return
     reader: Any = llm.engine.input_processor.prompts.item_readers["multi_modal_data"]
+    if reader.bytes_in_memory > MOST_BYTES:
+        message = f"the images of other calls take {MOST_BYTES >> 30} GiB: try again"
+        raise ApiError(503, message, code="too_many_images", retry_after=1)
     images, places = prompt["multi_modal_data"]["image"], places_of(messages)
     try:
         reader.check_number(images)

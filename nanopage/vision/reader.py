@@ -1,6 +1,7 @@
 """ImageReader: the images of prompts, as items. build.py attaches one to an engine whose model sees images."""
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -72,7 +73,8 @@ class ImageReader:
         pixels = images.pixels  # (pixel * factor - mean) / std = pixel * scale + offset
         scale, offset = pixels.factor / np.array(pixels.std), -np.array(pixels.mean) / pixels.std
         self.prepared: OrderedDict[bytes, tuple[str, list[Item]]] = OrderedDict()  # by the image's pixels
-        self.lock = threading.Lock()  # guards it: several threads read prompts
+        self.lock = threading.RLock()  # guards it: several threads read prompts, and arrays are freed at any time
+        self.bytes_in_memory = 0  # of prepared images: of requests that have not ended, and kept ones
         self.scaling = {"scale": scale.astype(np.float32), "offset": offset.astype(np.float32)}
 
     def __call__(self, prompt: TokenizedPrompt, data: Any) -> None:
@@ -107,6 +109,9 @@ class ImageReader:
                 self.prepared.move_to_end(key)
                 return self.prepared[key]
         text, arrays = self.images.read(image)
+        for array in arrays:
+            self._count(array.nbytes)
+            weakref.finalize(array, self._count, -array.nbytes)
         tokens, cost = self.images.tokens, self.images.patches
         items = [make_item("image", 0, tokens, {"pixels": array} | self.scaling, cost) for array in arrays]
         for item in items:
@@ -116,6 +121,10 @@ class ImageReader:
             while len(self.prepared) > 1 and self._num_bytes() > PREPARED_BYTES:
                 self.prepared.popitem(last=False)
         return text, items
+
+    def _count(self, num_bytes: int) -> None:
+        with self.lock:
+            self.bytes_in_memory += num_bytes
 
     def _num_bytes(self) -> int:
         return sum(item.payload["pixels"].nbytes for _, items in self.prepared.values() for item in items)

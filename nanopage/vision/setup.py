@@ -16,7 +16,8 @@ OPTIONS = ("limit_mm_per_prompt", "allowed_local_media_path", "allowed_media_dom
 def make_image_reader(
     config: EngineConfig, model_config: ModelConfig, path: Path, tokenizer: Tokenizer | None
 ) -> ImageReader | None:
-    """What reads the `multi_modal_data` of prompts. None if the model sees no images, or has no tokenizer.
+    """What reads the `multi_modal_data` of prompts. None if the model sees no images, has no tokenizer, or
+    makes embeddings.
 
     Raises: ValueError naming an option, or a field of the model's files.
     """
@@ -24,7 +25,7 @@ def make_image_reader(
         for option in config.given(*OPTIONS):
             raise ValueError(f"{option}, but {path} sees no images")
         return None
-    if tokenizer is None:
+    if tokenizer is None or model_config.pooling is not None:
         return None
     limits = config.limit_mm_per_prompt or {}
     if unknown := limits.keys() - {"image"}:

@@ -144,6 +144,11 @@ def test_data_of_prompts(tmp_path, model):
     ):
         with pytest.raises((TypeError, ValueError), match=error):
             llm.generate({"prompt": "<image> cat", "multi_modal_data": data}, use_tqdm=False)
+    prompt = {"prompt": "<image> cat", "multi_modal_data": {"image": picture()}}
+    with pytest.raises(ValueError, match="multi_modal_data is not supported by this model"):
+        LLM(str(tmp_path), enforce_eager=True, runner="pooling", num_gpu_blocks_override=100).embed(
+            prompt, use_tqdm=False
+        )
     with pytest.raises(ValueError, match="multi_modal_data is not supported by this model"):
         LLM(str(model), enforce_eager=True).generate({"prompt": "a", "multi_modal_data": {"image": picture()}})
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 
 import openai
 import pytest
@@ -138,6 +139,27 @@ def test_bodies_with_images_may_be_large(app):
     assert asyncio.run(call(app, "POST", CHAT, padded)).error["param"] == PLACE
     huge = asyncio.run(call(app, "POST", CHAT, b" " * (33 << 20)))
     assert huge.status == 413 and "32 MiB" in huge.error["message"]
+
+
+def test_calls_wait_while_images_fill_the_memory(app, llm, monkeypatch):
+    assert post(app, messages=[message(data_url(picture(seed=9)), "the cat")]).status == 200
+    reader = llm.engine.input_processor.prompts.item_readers["multi_modal_data"]
+
+    def frees(num_bytes):
+        """Whether only so many bytes are left soon: the engine's thread may still have the last step."""
+        deadline = time.monotonic() + 10
+        while reader.bytes_in_memory > num_bytes and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return reader.bytes_in_memory == num_bytes
+
+    kept = reader._num_bytes()
+    assert kept and frees(kept)
+    monkeypatch.setattr("nanopage.server.images.MOST_BYTES", kept - 1)
+    reply = post(app, messages=[message(FIRST, "the cat")])
+    assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "too_many_images", "1")
+    assert post(app, messages=[message("the cat")]).status == 200
+    reader.prepared.clear()
+    assert frees(0) and post(app, messages=[message(FIRST, "the cat")]).status == 200
 
 
 def test_tokenize_refuses_images(app):
