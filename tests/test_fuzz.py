@@ -63,6 +63,7 @@ from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager, plain_attention
 from nanopage.worker.memory import GIB, block_bytes
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
+from nanopage.worker.ways import why_not_compiled
 
 RANK_WORLDS = int(os.environ.get("NANOPAGE_FUZZ_RANK_WORLDS", "2" if LONG else "1"))
 RANKS = os.environ.get("NANOPAGE_FUZZ_RANKS", "1x1,2x1,1x2,2x2").split(",")  # tensor x pipeline parallelism
@@ -386,7 +387,7 @@ def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
     runner = worker.runner
     sample_all = make_sample_all(uses_triton)
     make_attention = worker.setup.make_attention if uses_triton else plain_attention
-    compiles = engine.model_config.model_impl == "nanopage"
+    compiles = not why_not_compiled(worker.setup)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "compile_afresh", lambda function: function)
         model = pieces_for(worker.model, uses_triton) if compiles else worker.model
