@@ -114,7 +114,7 @@ def test_prompt_embeds_need_their_option_and_have_no_log_probabilities(model):
         make_engine(model, enable_prompt_embeds=False).add_request("a", prompt)
     with pytest.raises(ValueError, match="prompt_logprobs does not work with embeddings"):
         make_engine(model).add_request("a", prompt, SamplingParams(prompt_logprobs=1))
-    with pytest.raises(ValueError, match="enable_prompt_embeds does not work with model_impl='transformers'"):
+    with pytest.raises(ValueError, match="enable_prompt_embeds=True does not work with model_impl='transformers'"):
         make_engine(model, model_impl="transformers")
 
 
