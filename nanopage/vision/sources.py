@@ -1,7 +1,7 @@
 """Where images come from: data URLs, and files and web addresses that the engine's options allow.
 
 A server that fetches what clients name could be led into its own network. So hosts and directories are allowed one by
-one, only addresses of the public internet are connected to, and a redirect must stay on its host.
+one, only addresses of the public internet are asked, and a redirect must stay on its host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import base64
 import binascii
 import ipaddress
 import os
-import socket
 import time
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -109,16 +108,13 @@ def _read_data(url: str) -> bytes:
 
 
 def _connect(parts: SplitResult, host: str, end: float) -> HTTPConnection:
-    """A connection to a host. The address that has been checked is the one that is connected to. Raises: OSError,
-    ValueError."""
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    if not is_public(address):
+    """A connection to a host. Its address is checked before anything is asked. Raises: OSError, ValueError."""
+    make = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    connection = make(host, parts.port, timeout=max(0.1, end - time.monotonic()))
+    connection.connect()
+    if not is_public(connection.sock.getpeername()[0]):
+        connection.close()
         raise ValueError(f"the host {shown(host)} has an address that is not public")
-    left = max(0.1, end - time.monotonic())
-    connection = (HTTPSConnection if parts.scheme == "https" else HTTPConnection)(host, port, timeout=left)
-    open_socket = lambda _, *rest: socket.create_connection((address, port), *rest)  # noqa: E731
-    connection._create_connection = open_socket  # type: ignore[attr-defined]
     return connection
 
 
