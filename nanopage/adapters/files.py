@@ -125,7 +125,7 @@ def module_shapes(model: ModelConfig, layer: int, fused: bool = False) -> dict[s
     Args: fused: whether experts are GATE_UP and DOWN. Their shapes are then the shapes of one expert.
     """
     hidden, experts = model.hidden_size, model.experts
-    num_kv_heads, head_dim = model.heads_of(layer)
+    num_kv_heads, head_dim = model.heads[layer]
     heads, kv_heads = model.num_heads * head_dim, num_kv_heads * head_dim
     shapes = {
         "self_attn.q_proj": (heads, hidden),

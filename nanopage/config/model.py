@@ -148,14 +148,11 @@ class ModelConfig:
         """How many tensors of pages a layer has: K and V, or one for both (see state/pages.py)."""
         return 2 if self.latent is None else 1
 
-    def heads_of(self, layer: int) -> tuple[int, int]:
-        """num_kv_heads and head_dim of a layer."""
-        return (self.sliding_windows[layer] is None and self.full_heads) or (self.num_kv_heads, self.head_dim)
-
     @property
-    def largest_heads(self) -> tuple[int, int]:
-        """`heads_of` a layer that keeps the most numbers of a token."""
-        return max((self.num_kv_heads, self.head_dim), self.full_heads or (0, 0), key=prod)
+    def heads(self) -> list[tuple[int, int]]:
+        """num_kv_heads and head_dim of each layer."""
+        own = self.num_kv_heads, self.head_dim
+        return [own if window is not None else self.full_heads or own for window in self.sliding_windows]
 
     @property
     def state_size(self) -> int:

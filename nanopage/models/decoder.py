@@ -135,7 +135,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, index: int, qkv_bias: bool = False, o_bias: bool = False):
         super().__init__()
         self.index = index
-        self.num_heads, (self.num_kv_heads, self.head_dim) = config.num_heads, config.heads_of(index)
+        self.num_heads, (self.num_kv_heads, self.head_dim) = config.num_heads, config.heads[index]
         window = config.sliding_windows[index]
         self.rope = int(index in config.other_rope_layers)  # in StepContext.rotations
         # The loader adds the scales that a checkpoint has for K and V.

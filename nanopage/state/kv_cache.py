@@ -5,6 +5,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from math import prod
 
 import torch
 
@@ -49,14 +50,12 @@ class KVCache:
     ):
         self.kinds = kinds or one_kind(config.num_layers)
         blocks = num_blocks + (STATE in self.kinds.windows)  # one more, for the padding of CUDA graphs
-        heads, dim = config.largest_heads
+        heads, dim = max(config.heads, key=prod)
         shape = (self.kinds.num_rows, config.kv_parts, blocks, heads, dim * block_size)
         with memory_errors("the KV cache, which kv_cache_gib or gpu_memory_utilization makes smaller"):
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.layers = [
-            self.tensor[row].flatten(2)[..., : heads * dim * block_size].unflatten(2, (heads, dim * block_size))
-            for row, (heads, dim) in zip(self.kinds.rows, map(config.heads_of, range(config.num_layers)), strict=True)
-        ]
+        flat, places = self.tensor.flatten(3), zip(self.kinds.rows, config.heads, strict=True)
+        self.layers = [flat[row][..., : n * dim * block_size].unflatten(2, (n, -1)) for row, (n, dim) in places]
         self.movable = movable(self.tensor)
         self.num_blocks = num_blocks
         self.block_size = block_size

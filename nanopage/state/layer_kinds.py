@@ -50,8 +50,7 @@ class LayerKinds:
     @property
     def rows(self) -> list[int]:
         """For each layer, how many layers before its source are of the same kind: its place in a block."""
-        sources = self.sources or range(len(self.of_layers))
-        return [self.of_layers[:index].count(self.of_layers[index]) for index in sources]
+        return [self.of_layers[:i].count(self.of_layers[i]) for i in self.sources or range(len(self.of_layers))]
 
     @property
     def num_rows(self) -> int:

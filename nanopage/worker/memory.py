@@ -6,7 +6,6 @@ Once the weights are loaded, a worker calls `measure_step`, on a GPU, and then `
 import logging
 from collections.abc import Callable
 from functools import partial
-from math import prod
 
 import psutil
 import torch
@@ -135,7 +134,7 @@ def largest_batch(
 def block_bytes(model_config: ModelConfig, block_size: int, dtype: torch.dtype, num_rows: int | None = None) -> int:
     """Bytes of one block, which holds `num_rows` layers. None: all layers."""
     num_rows = model_config.num_layers if num_rows is None else num_rows
-    numbers = model_config.kv_parts * prod(model_config.largest_heads)  # of a token, in a layer
+    numbers = model_config.kv_parts * max(heads * dim for heads, dim in model_config.heads)  # of a token, in a layer
     return num_rows * block_size * numbers * dtype.itemsize
 
 

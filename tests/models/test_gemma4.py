@@ -30,7 +30,7 @@ def test_logits_with_the_triton_kernels(tmp_path):
 
     def make_attention(pages):
         fields = pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens
-        return paged_attention.make_attention(*fields, config.num_heads, *config.heads_of(0), torch.float32, CPU)
+        return paged_attention.make_attention(*fields, config.num_heads, *config.heads[0], torch.float32, CPU)
 
     lengths = [9, 3, 14]
     paged = Paged(tmp_path, random_tokens(lengths), group=True)

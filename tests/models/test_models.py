@@ -838,10 +838,22 @@ def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
         ("llama", {"mlp_bias": True}),
         ("gemma2", {"attn_logit_softcapping": 5.0}),
         ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("gemma4_text", {"hidden_size_per_layer_input": 12}),
         ("olmo2", {}),
         ("mamba2", {}),
     ],
-    ids=["llama, tied", "qwen2", "qwen3", "qwen3_5", "llama, mlp bias", "gemma2", "gemma3", "olmo2", "mamba2"],
+    ids=[
+        "llama, tied",
+        "qwen2",
+        "qwen3",
+        "qwen3_5",
+        "llama, mlp bias",
+        "gemma2",
+        "gemma3",
+        "gemma4",
+        "olmo2",
+        "mamba2",
+    ],
 )
 def test_bfloat16_with_packed_weights_is_as_close_to_float32_as_transformers_is(tmp_path, family, overrides):
     # A smaller spread of the weights than elsewhere, so that rounding does not grow from layer to layer.
