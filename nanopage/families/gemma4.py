@@ -27,8 +27,7 @@ from nanopage.experts.moe import MixtureOfExperts, Router
 from nanopage.families.gemma2 import Gemma2Layer, window_pattern
 from nanopage.families.qwen3_5 import text_fields as fields_of_text
 from nanopage.files.model_files import shown
-from nanopage.kernels.reference import Scoring
-from nanopage.layers.attention import StepContext
+from nanopage.layers.attention import Scoring, StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS, MLP
@@ -160,10 +159,14 @@ def _experts(fields: Fields) -> ExpertsConfig:
 
 
 def rename(name: str, config: ModelConfig) -> str | None:
-    """The name of a checkpoint's tensor in this model. None: it is not used."""
+    """The name of a checkpoint's tensor in this model. None: it is not used. Published checkpoints have K and V of all
+    layers."""
     if re.match(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.", name):
         return None
     name = re.sub(r"^model\.language_model\.", "model.", name)
+    of_kv = re.match(r"model\.layers\.(\d{1,4})\.self_attn\.(k|v)_(proj|norm)\.", name)
+    if of_kv and len({*config.kv_sources}) <= int(of_kv[1]) < len(config.kv_sources):
+        return None
     for there, here in NAMES.items():
         name = name.replace(there, here)
     return name

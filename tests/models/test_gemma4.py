@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import CPU, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
+from safetensors.torch import load_file, save_file
 
 from nanopage.adapters.files import module_shapes
 from nanopage.adapters.model import check_layers, parts_of
@@ -52,6 +53,18 @@ def test_a_layer_that_shares_k_and_v_has_their_scales_and_their_place(tmp_path):
     places, size = [cache.data_ptr() for cache in paged.cache.layers], paged.block_size
     assert places[:2] == places[2:] and len(paged.cache.tensor) == 1
     assert [tuple(cache.shape[2:]) for cache in paged.cache.layers] == [(2, 16 * size), (2, 32 * size)] * 2
+
+
+def test_k_and_v_of_layers_that_share_them_may_be_in_the_checkpoint_but_no_others(tmp_path):
+    tiny_hf_model("gemma4_text", **SHARED).save_pretrained(tmp_path)
+    config = loader.read_config(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    unused = {f"model.layers.2.self_attn.{name}.weight": torch.ones(2) for name in ("k_proj", "v_proj", "k_norm")}
+    save_file(tensors | unused, tmp_path / "model.safetensors")
+    loader.load_model(tmp_path, config, torch.float32, CPU)
+    save_file(tensors | {"model.layers.4.self_attn.k_proj.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected: model\.layers\.4\.self_attn\.k_proj\.weight"):
+        loader.load_model(tmp_path, config, torch.float32, CPU)
 
 
 def test_what_is_not_supported_is_refused_by_name(tmp_path):
