@@ -126,6 +126,11 @@ def tiny_hf_model(
         fields |= {"head_dim": 16, "global_head_dim": 32, "sliding_window": 7, "hidden_size_per_layer_input": 0}
         fields |= {"vocab_size_per_layer_input": VOCAB_SIZE + 2, "num_hidden_layers": 3}
         fields["layer_types"] = ["sliding_attention", "full_attention", "full_attention"]
+    elif family == "gemma3n_text":
+        fields |= {"head_dim": 32, "sliding_window": 7, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+        fields |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 12}
+        fields |= {"laurel_rank": 8, "activation_sparsity_pattern": [0.8, 0.0, 0.5, 0.0]}
+        fields["vocab_size_per_layer_input"] = VOCAB_SIZE - 20
     elif family.startswith("gemma"):  # as in real models: head_dim, and a window in some layers
         fields |= {"query_pre_attn_scalar": 32, "sliding_window": 7}
     if family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):

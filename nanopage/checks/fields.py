@@ -67,6 +67,8 @@ MAX_SIZES = {
     "hidden_size_per_layer_input": 2**16,
     "vocab_size_per_layer_input": 2**24,
     "top_k_experts": 2**12,
+    "altup_num_inputs": 2**6,
+    "laurel_rank": 2**16,
     "mamba_n_heads": 2**12,
     "mamba_d_head": 2**12,
     "mamba_n_groups": 2**12,

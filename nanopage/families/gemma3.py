@@ -38,11 +38,11 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     return gemma_config(fields, kinds) | {
         "logit_softcap": fields.optional_number("final_logit_softcapping") or 0.0,
         "rope": read_rope(fields, "full_attention", default_theta=1e6),
-        "other_rope": _local_rope(fields),
+        "other_rope": local_rope(fields),
     }
 
 
-def _local_rope(fields: Fields) -> RopeConfig:
+def local_rope(fields: Fields) -> RopeConfig:
     """The rope of layers with a window: `sliding_attention` of rope_parameters, or, as transformers 4 wrote it,
     rope_local_base_freq."""
     parameters = fields.object("rope_parameters")

@@ -81,7 +81,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "num_kv_heads": heads[0],
         "head_dim": heads[1],
         "full_heads": full_heads,
-        "kv_sources": _sources(fields, windows),
+        "kv_sources": kv_sources(fields, windows),
         "attention_bias": fields.flag("attention_bias"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
         "sliding_windows": windows,
@@ -118,8 +118,8 @@ def _heads(fields: Fields, windows: tuple[int | None, ...], k_is_v: bool) -> tup
     return own, full[0]
 
 
-def _sources(fields: Fields, windows: tuple[int | None, ...]) -> tuple[int, ...]:
-    """As in ModelConfig."""
+def kv_sources(fields: Fields, windows: tuple[int | None, ...]) -> tuple[int, ...]:
+    """`kv_sources` of ModelConfig."""
     if fields.values.get("num_kv_shared_layers", 0) == 0:
         return ()
     num_own = len(windows) - fields.size("num_kv_shared_layers")
@@ -178,10 +178,15 @@ def make_layer(config: ModelConfig, index: int) -> nn.Module:
 
 def make_model(config: ModelConfig) -> Decoder:
     layers: list[Any] = [make_layer(config, index) for index in range(config.num_layers)]
+    link(config, layers)
+    return Gemma4Decoder(config, layers) if config.mixer["input_size"] else Decoder(config, layers)
+
+
+def link(config: ModelConfig, layers: list[Any]) -> None:
+    """Tell layers that share K and V whose they are."""
     for layer, source in zip(layers, config.kv_sources, strict=bool(config.kv_sources)):
         if layer.self_attn.is_shared:
             layer.self_attn.source = [layers[source].self_attn]  # in a list: it is no part of the layer
-    return Gemma4Decoder(config, layers) if config.mixer["input_size"] else Decoder(config, layers)
 
 
 class Gemma4Decoder(Decoder):
@@ -189,9 +194,9 @@ class Gemma4Decoder(Decoder):
 
     def __init__(self, config: ModelConfig, layers: list[Any]):
         super().__init__(config, layers)
-        self.size = config.mixer["input_size"]
+        self.size, self.input_vocab_size = config.mixer["input_size"], config.mixer["input_vocab_size"]
         width = len(layers) * self.size
-        self.embed_tokens_per_layer = Embedding(config.mixer["input_vocab_size"], width)
+        self.embed_tokens_per_layer = Embedding(self.input_vocab_size, width)
         self.per_layer_model_projection = Linear(config.hidden_size, width)
         self.per_layer_projection_norm = make_norm(config, self.size)
 
@@ -231,18 +236,20 @@ class Gemma4Layer(Gemma2Layer):
     def forward(self, x: Any, step: StepContext) -> Any:
         """As `DecoderLayer.forward`, or as Gemma4Decoder says."""
         x, inputs = x if isinstance(x, tuple) else (x, None)
-        part = self.self_attn
-        rotation = step.rotations[part.rope]
-        if part.is_shared:
-            q = rotate(part.q_norm(self.heads(x)), *rotation)
-        else:
-            q, k, v = self.before(x, *rotation)
-            step.write(part, k, v)
-        attended = step.attend(part, q)
+        part, attended = self.self_attn, self.attend(x, step)
         if inputs is None:
             return self.after(*step.keep(part, x, attended))
         x = self.after(*step.keep(part, x, attended, inputs[:, part.index]))
         return x if self.is_last else (x, inputs)
+
+    def attend(self, x: Tensor, step: StepContext) -> Tensor:
+        """The output of attention, [T, num_heads, head_dim]."""
+        part, rotation = self.self_attn, step.rotations[self.self_attn.rope]
+        if part.is_shared:
+            return step.attend(part, rotate(part.q_norm(self.heads(x)), *rotation))
+        q, k, v = self.before(x, *rotation)
+        step.write(part, k, v)
+        return step.attend(part, q)
 
     def after(self, x: Tensor, attended: Tensor, inputs: Tensor | None = None) -> Tensor:
         """As `DecoderLayer.after`. inputs: of this layer, [T, size]."""

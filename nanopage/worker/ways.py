@@ -68,7 +68,7 @@ def why_not_compiled(setup: Setup) -> str | None:
     if setup.model_config.latent is not None:
         return "layers with latent attention are not compiled"
     if setup.model_config.full_heads is not None:
-        return "layers with heads of two sizes are not compiled"
+        return "layers with heads of two sizes, or that share K and V, are not compiled"
     if setup.on_gpu and config.enable_lora:
         return "layers with adapters are not compiled on a GPU"
     if config.enforce_eager:

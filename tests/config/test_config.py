@@ -93,6 +93,7 @@ OTHER_SIZES = (
     *("encoder_ffn_dim", "decoder_ffn_dim", "num_mel_bins", "max_source_positions", "max_target_positions"),
     *("image_size", "patch_size", "scale_factor", "longest_edge", "mm_tokens_per_image"),  # tests/vision has them
     *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "top_k_experts"),
+    *("altup_num_inputs", "laurel_rank"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )  # two are an encoder's; tests/models and tests/recurrent have the last lines
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
@@ -570,6 +571,7 @@ def of_family(architecture, **fields):
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 PHI3 = of_family("Phi3ForCausalLM", hidden_size=32, num_attention_heads=4, num_key_value_heads=4)
 GEMMA4 = of_family("Gemma4ForCausalLM", num_attention_heads=4, num_key_value_heads=4, head_dim=16)
+GEMMA3N = of_family("Gemma3nForCausalLM", num_kv_shared_layers=0)
 MIXED = {"0": {"head_dim": 8}, "3": {"head_dim": 32}}
 
 
@@ -646,6 +648,19 @@ MIXED = {"0": {"head_dim": 8}, "3": {"head_dim": 32}}
         (of_family("Qwen3NextForCausalLM", rope_scaling={"type": "default", "mrope_section": [1, 1, 2]}), "mrope"),
         (of_family("Qwen3NextForCausalLM", hidden_act="gelu"), "hidden_act"),
         (of_family("Qwen3NextForCausalLM", num_experts=0), "num_experts"),
+        (GEMMA3N | {"sliding_window": None}, "sliding_window must not be null"),
+        (GEMMA3N | {"num_kv_shared_layers": 4}, "num_kv_shared_layers leaves a type of layers"),
+        (without(GEMMA3N, "num_kv_shared_layers"), "num_kv_shared_layers leaves a type of layers"),
+        (GEMMA3N | {"intermediate_size": [8] * 3}, "intermediate_size must be a size, or 4 of them"),
+        (GEMMA3N | {"intermediate_size": [8, 8, 8, 2**21]}, "intermediate_size must be a size"),
+        (GEMMA3N | {"intermediate_size": 0}, "intermediate_size must be a size"),
+        (GEMMA3N | {"activation_sparsity_pattern": [0.0] * 3}, "activation_sparsity_pattern must be 4 numbers"),
+        (GEMMA3N | {"activation_sparsity_pattern": [0.0, 0.0, 0.0, 1.0]}, "activation_sparsity_pattern must be 4"),
+        (GEMMA3N | {"activation_sparsity_pattern": 0.5}, "activation_sparsity_pattern must be 4"),
+        (GEMMA3N | {"altup_active_idx": 4}, "altup_active_idx must be an integer from 0 to 3"),
+        (GEMMA3N | {"altup_num_inputs": 65}, "altup_num_inputs must be at most 64"),
+        (GEMMA3N | {"laurel_rank": 0}, "laurel_rank must be a positive integer"),
+        (GEMMA3N | {"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input must be a positive"),
         (GEMMA4 | {"sliding_window": None}, "sliding_window must not be null"),
         (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all'"),
         (GEMMA4 | {"num_kv_shared_layers": 4}, "num_kv_shared_layers leaves a type of layers"),

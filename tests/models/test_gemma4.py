@@ -1,4 +1,6 @@
-"""Gemma 4, where it differs from all other families: heads of two sizes, and layers without K and V of their own."""
+"""Gemma 4 and 3n, where they differ from other families: heads of two sizes, layers without K and V of their own."""
+
+import json
 
 import pytest
 import torch
@@ -67,12 +69,31 @@ def test_k_and_v_of_layers_that_share_them_may_be_in_the_checkpoint_but_no_other
         loader.load_model(tmp_path, config, torch.float32, CPU)
 
 
-def test_what_is_not_supported_is_refused_by_name(tmp_path):
-    tiny_hf_model("gemma4_text", **SHARED).save_pretrained(tmp_path)
+def test_the_text_model_of_gemma_3n_in_a_checkpoint_with_images_and_sounds(tmp_path):
+    hf_model = tiny_hf_model("gemma3n_text")
+    hf_model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    others = {
+        f"model.{name}.weight": torch.ones(2) for name in ("vision_tower", "audio_tower.conv", "embed_audio.norm")
+    }
+    save_file(tensors | others, tmp_path / "model.safetensors")
+    config = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": hf_model.config.to_dict()}
+    config["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    paged = Paged(tmp_path, random_tokens([9, 14]))
+    paged.step({0: 9, 1: 3})
+    paged.step({1: 11})
+    assert_all_close(paged.logits, reference_logits(hf_model, paged.sequences))
+
+
+@pytest.mark.parametrize(("family", "options"), [("gemma3n_text", {}), ("gemma4_text", SHARED)])
+def test_what_is_not_supported_is_refused_by_name(tmp_path, family, options):
+    tiny_hf_model(family, **options).save_pretrained(tmp_path)
     config = loader.read_config(tmp_path)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size=2 does not work with Gemma4ForCausalLM"):
+    with pytest.raises(ValueError, match=rf"tensor_parallel_size=2 does not work with {config.architecture}"):
         divide(config, 2)
-    with pytest.raises(ValueError, match=r"pipeline_parallel_size=2 does not work with Gemma4ForCausalLM"):
+    with pytest.raises(ValueError, match=rf"pipeline_parallel_size=2 does not work with {config.architecture}"):
         layers_of_stage(config, 0, 2)
     with pytest.raises(ValueError, match="enable_lora does not work with this model"):
         check_layers(meta_model(config), config)

@@ -189,6 +189,7 @@ OPTIONS = {
         },
     ),
     "olmo3, gelu": ("olmo3", {"num_hidden_layers": 4, "hidden_act": "gelu"}),
+    "gemma3n, soft cap": ("gemma3n_text", {"final_logit_softcapping": 5.0}),
     "gemma4, soft cap": ("gemma4_text", {"final_logit_softcapping": 5.0}),
     "gemma4, another activation": ("gemma4_text", {"hidden_activation": "silu"}),
     "gemma4, another window": ("gemma4_text", {"sliding_window": 3}),
@@ -336,6 +337,21 @@ CASES = {
     "gemma2, attention bias, not tied": ("gemma2", {"attention_bias": True}),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 7}),
     "gemma3, attention bias, tied": ("gemma3_text", {"attention_bias": True, "tie_word_embeddings": True}),
+    "gemma3n": ("gemma3n_text", {}),
+    "gemma3n, all shapes and options": (
+        "gemma3n_text",
+        {
+            "intermediate_size": [96, 64, 48, 96],
+            "num_kv_shared_layers": 0,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "attention_bias": True,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 0.1,
+        },
+    ),
     "gemma4": ("gemma4_text", {}),
     "gemma4, V is K, fewer KV heads, biases, not tied, large eps": (
         "gemma4_text",
@@ -616,7 +632,7 @@ def test_a_family_is_a_file():
         assert all(find_family(name) is family for name in family.ARCHITECTURES)
     assert find_family("GPT2LMHeadModel") is None
     tested = {type(tiny_hf_model(name)).__name__ for name, _ in CASES.values()}
-    tested |= {f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4")}  # below
+    tested |= {f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4", "Gemma3n")}  # below
     tested.add("WhisperForConditionalGeneration")  # test_whisper.py
     assert tested == {name for family in decoders for name in family.ARCHITECTURES}
     others = [file for file in folder.parent.rglob("*.py") if file.parent.name not in ("models", "families")]
