@@ -47,10 +47,11 @@ class TiledExperts(nn.Module):
 
 
 def can_join(module: nn.Module) -> bool:
-    """Whether the operator knows all experts in a module: plain feed-forward layers with SiLU and no biases."""
+    """Whether the operator knows all experts in a module: plain feed-forward layers with SiLU and no biases, and a
+    router that does no more than to choose them."""
     mixtures = [child for child in module.modules() if isinstance(child, MixtureOfExperts)]
     experts: list[Any] = [expert for mixture in mixtures for expert in mixture.experts]  # type: ignore[attr-defined]
-    return all(
+    return all(type(mixture.gate) is Router for mixture in mixtures) and all(
         type(expert).forward is MLP.forward
         and expert.activation is F.silu
         and expert.gate_up_proj.bias is None

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from nanopage.adapters.files import module_shapes
 from nanopage.adapters.model import check_layers, parts_of
+from nanopage.cpu.tiled_experts import can_join
 from nanopage.distributed.division import divide, layers_of_stage
 from nanopage.kernels import paged_attention
 from nanopage.models.meta import meta_model
@@ -97,6 +98,11 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, family, options):
         layers_of_stage(config, 0, 2)
     with pytest.raises(ValueError, match="enable_lora does not work with this model"):
         check_layers(meta_model(config), config)
+
+
+def test_the_operator_for_experts_on_a_cpu_does_not_know_the_router(tmp_path):
+    tiny_hf_model("gemma4_text", **EXPERTS, hidden_activation="silu").save_pretrained(tmp_path)
+    assert not can_join(meta_model(loader.read_config(tmp_path)))
 
 
 def test_adapters_fit_the_heads_of_each_layer(tmp_path):
