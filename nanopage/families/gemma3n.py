@@ -130,7 +130,7 @@ class Gemma3nDecoder(Gemma4Decoder):
         self.altup_unembed_projections = nn.ModuleList(Linear(size, size) for _ in range(num_others))
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
-        x = self.embed(input_ids)
+        x = self.embed(input_ids, step.positions)
         step.rotations = self.rotary(step.positions, x.dtype)
         known = input_ids.masked_fill(input_ids >= self.input_vocab_size, 0)
         others = [as_large_as(x, project(x)) for project in self.altup_projections]
