@@ -11,6 +11,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NANOPAGE_COMPILE"] = "never"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start need not compile nanopage again
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # for the tests share the cores with processes that they start
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # of Ray: its handlers write to stderr in every fork (programs.py)
 os.environ["RAY_AUTH_MODE"] = "token"  # as Ray reads it, once in a process; its ports are open to others here
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes run tests: a thread each is enough

@@ -1,7 +1,8 @@
 """nanopage's programs in forks of the test's process: they need not import torch again, which takes seconds.
 
 A fork is made by subprocess.Popen or pexpect.spawn. What Python does before a program and after it is done here. A test
-that is about this (imports, streams that are closed, a dumb terminal's input) starts Python itself.
+that is about this (imports, streams that are closed, a dumb terminal's input) starts Python itself. So does the fork of
+a process that has imported Ray, whose libraries do not go on in forks.
 """
 
 import atexit
@@ -43,6 +44,9 @@ def forked(program: Path | str, *arguments: object, env: Mapping[str, str] = os.
                 if descriptor > 2:
                     with suppress(OSError):  # that of the list itself
                         os.close(descriptor)
+            if "ray" in sys.modules:
+                start = [str(program)] if isinstance(program, Path) else ["-m", program]
+                os.execve(sys.executable, [sys.executable, *start, *map(str, arguments)], dict(env))
             forget_the_tests()
             os.environ.clear()
             os.environ.update(env)

@@ -120,7 +120,7 @@ def make_oracle(model, **options) -> LLMEngine:
             num_gpu_blocks_override=num_kinds,  # no sequence is long enough to give one back
             max_num_seqs=1,
             enable_prefix_caching=False,
-            enable_prompt_embeds=shape.model_impl == "nanopage",
+            enable_prompt_embeds=shape.model_impl == "nanopage" and not shape.mixer.get("input_size"),
         )
     )
 

@@ -81,7 +81,7 @@ def write_whisper(directory, seed=0):
 
 
 def fake_engine(directory, max_model_len):
-    config = SimpleNamespace(architecture=WHISPER, vocab_size=END + len(SPECIAL))
+    config = SimpleNamespace(architecture=WHISPER, vocab_size=END + len(SPECIAL), encoders={})
     reader = SimpleNamespace(prompts=SimpleNamespace(path=directory))
     tokenizer = Tokenizer(directory)
     return SimpleNamespace(
