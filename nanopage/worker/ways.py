@@ -81,8 +81,9 @@ def why_not_compiled(setup: Setup) -> str | None:
 
 def captures(setup: Setup) -> bool:
     """Whether decodes are CUDA graphs, also of layers that are not compiled. Stages wait for hidden states of other
-    stages, which a graph cannot do."""
-    return setup.on_gpu and not setup.config.enforce_eager and setup.config.pipeline_parallel_size == 1
+    stages, which a graph cannot do. Attention to an encoder's positions looks at blocks on the host."""
+    config, encoded = setup.config, setup.model_config.encoded_positions
+    return setup.on_gpu and not config.enforce_eager and config.pipeline_parallel_size == 1 and not encoded
 
 
 def wrapper(setup: Setup) -> Callable[[Callable], Callable]:
