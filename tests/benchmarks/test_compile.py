@@ -28,6 +28,7 @@ def only_the_chain(monkeypatch):
         monkeypatch.setattr(compile_parts, "run_module", run_with_files)
 
 
+@pytest.mark.skipif(not LONG, reason="compiles for 13 s; runs with NANOPAGE_LONG_TESTS=1")
 @pytest.mark.usefixtures("only_the_chain")
 def test_parts_for_a_cpu_are_compiled_and_loaded(model, tmp_path, monkeypatch):
     monkeypatch.delenv("NANOPAGE_COMPILE")

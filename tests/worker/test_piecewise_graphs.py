@@ -235,7 +235,7 @@ FAMILIES = [
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    FAMILIES if LONG else FAMILIES[:5],
+    FAMILIES if LONG else FAMILIES[:3],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_logits_with_the_triton_kernels(family, overrides, tmp_path):
