@@ -282,7 +282,7 @@ class Compiled:
             functions = [[libraries[part, kind] for part in parts_of(self.config, i)] for i in range(len(modules))]
             layers[kind] = Layers(functions, of_kind, caches, windows, ropes, self.kv_cache.kinds.of_layers)
         heads = self.config.num_heads, self.config.head_dim
-        names = {index: parts_of(self.config, index)[0] for index, window in enumerate(windows) if window == STATE}
+        names = {index: parts_of(self.config, index)[0] for index, mixer in enumerate(mixers) if mixer}
         prompts = {index: libraries[name, "prompts"] for index, name in names.items()}
         return CompiledLayers(chain, layers, prompts, modules, heads, self.spec["threads"])
 
