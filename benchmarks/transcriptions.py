@@ -1,7 +1,7 @@
 """Speech to text beside faster-whisper: one sound, many at once, and the words that are wrong.
 
     python3 -m venv ~/.cache/nanopage/peers/fasterwhisper
-    ~/.cache/nanopage/peers/fasterwhisper/bin/pip install faster-whisper
+    ~/.cache/nanopage/peers/fasterwhisper/bin/pip install faster-whisper soundfile typer
     python -m benchmarks.transcriptions talks/*.wav --json results.json
 
 Both run Whisper tiny.en, from the same file. Next to a sound, a .txt file may have what is said in it. Both search
