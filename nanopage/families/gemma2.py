@@ -43,8 +43,8 @@ def window_pattern(num_layers: int, every: int) -> list[str]:
     return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)]
 
 
-def gemma_config(fields: Fields, kinds: list[str]) -> dict[str, Any]:
-    """What Gemma 2 and 3 share. kinds: the type of each layer."""
+def gemma_config(fields: Fields, kinds: list[str], window: int = 4096) -> dict[str, Any]:
+    """What Gemma 2 and later share. kinds: the type of each layer. window: the default of sliding_window."""
     if fields.flag("use_bidirectional_attention") if fields.values.get("use_bidirectional_attention") else False:
         raise fields.unsupported("use_bidirectional_attention", "true")
     return {
@@ -52,7 +52,7 @@ def gemma_config(fields: Fields, kinds: list[str]) -> dict[str, Any]:
         "head_dim": fields.size("head_dim", 256),
         "attention_bias": fields.flag("attention_bias"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
-        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), 4096, kinds=kinds),
+        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), window, kinds=kinds),
         "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         "norm_offset": 1.0,
         "attention_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,

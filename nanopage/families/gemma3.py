@@ -31,8 +31,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
     if fields.values.get("attn_logit_softcapping") is not None:  # transformers reads the field and ignores it
         raise fields.unsupported("attn_logit_softcapping", "of Gemma 3")
-    if fields.values.get("sliding_window", 4096) is None:
-        raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
+    require_window(fields)
     every = fields.size("sliding_window_pattern", 6)
     kinds = fields.values.get("layer_types") or window_pattern(fields.size("num_hidden_layers"), every)
     return gemma_config(fields, kinds) | {
@@ -40,6 +39,12 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "rope": read_rope(fields, "full_attention", default_theta=1e6),
         "other_rope": local_rope(fields),
     }
+
+
+def require_window(fields: Fields) -> None:
+    """Raises: ValueError if config.json says that no layer has a window."""
+    if fields.values.get("sliding_window", 0) is None:
+        raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
 
 
 def local_rope(fields: Fields) -> RopeConfig:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from nanopage.checks.fields import MAX_SIZES, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.moe import Gate
-from nanopage.families.gemma2 import window_pattern
-from nanopage.families.gemma3 import local_rope
+from nanopage.families.gemma2 import gemma_config, window_pattern
+from nanopage.families.gemma3 import local_rope, require_window
 from nanopage.families.gemma4 import (
     Gemma4Attention,
     Gemma4Decoder,
     Gemma4Layer,
     kv_sources,
-    link,
+    linked_layers,
     rename,
     text_fields,
 )
@@ -45,30 +45,22 @@ GGUF_TENSORS: dict[str, str] = {}
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    if fields.values.get("sliding_window", 512) is None:
-        raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
+    require_window(fields)
+    fields = replace(fields, values={"num_kv_shared_layers": 15} | fields.values)
     num_layers = fields.size("num_hidden_layers")
-    windows = fields.windows(num_layers, 512, kinds=fields.values.get("layer_types") or window_pattern(num_layers, 5))
-    heads = fields.size("num_key_value_heads", 2), fields.size("head_dim", 256)
-    widths = _widths(fields, num_layers)
+    shared = gemma_config(fields, fields.values.get("layer_types") or window_pattern(num_layers, 5), window=512)
+    num_kv_heads, widths = fields.size("num_key_value_heads", 2), _widths(fields, num_layers)
     active, num_inputs = fields.values.get("altup_active_idx", 0), fields.size("altup_num_inputs", 4)
     if type(active) is not int or not 0 <= active < num_inputs:
         raise fields.error("altup_active_idx", f"must be an integer from 0 to {num_inputs - 1}, got {shown(active)}")
-    shared = {"num_kv_shared_layers": 15} | fields.values
-    return {
+    return shared | {
         "num_heads": fields.size("num_attention_heads", 8),
-        "num_kv_heads": heads[0],
-        "head_dim": heads[1],
-        "full_heads": heads,
-        "kv_sources": kv_sources(replace(fields, values=shared), windows),
+        "num_kv_heads": num_kv_heads,
+        "full_heads": (num_kv_heads, shared["head_dim"]),
+        "kv_sources": kv_sources(fields, shared["sliding_windows"]),
         "intermediate_size": max(widths),
-        "attention_bias": fields.flag("attention_bias"),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
-        "sliding_windows": windows,
-        "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         "norm_offset": 0.0,
         "attention_scale": 1.0,
-        "embedding_scale": fields.size("hidden_size") ** 0.5,
         "logit_softcap": fields.optional_number("final_logit_softcapping", 30.0) or 0.0,
         "rope": read_rope(fields, "full_attention", default_theta=1e6),
         "other_rope": local_rope(fields),
@@ -115,9 +107,7 @@ def make_layer(config: ModelConfig, index: int) -> nn.Module:
 
 
 def make_model(config: ModelConfig) -> Decoder:
-    layers: list[Any] = [make_layer(config, index) for index in range(config.num_layers)]
-    link(config, layers)
-    return Gemma3nDecoder(config, layers)
+    return Gemma3nDecoder(config, linked_layers(config, make_layer))
 
 
 class Gemma3nDecoder(Gemma4Decoder):

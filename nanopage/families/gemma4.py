@@ -13,6 +13,7 @@ The tensors of images and sounds are left out.
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,8 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ExpertsConfig, ModelConfig
 from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts, Router
-from nanopage.families.gemma2 import Gemma2Layer, window_pattern
+from nanopage.families.gemma2 import Gemma2Layer, gemma_config, window_pattern
+from nanopage.families.gemma3 import require_window
 from nanopage.families.qwen3_5 import text_fields as fields_of_text
 from nanopage.files.model_files import shown
 from nanopage.layers.attention import Scoring, StepContext
@@ -66,29 +68,23 @@ def text_fields(fields: Fields) -> Fields:
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    if fields.values.get("sliding_window", 512) is None:
-        raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
+    require_window(fields)
     num_layers, num_heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads", 8)
     kinds = fields.values.get("layer_types") or window_pattern(num_layers, every=6)
-    windows = (*fields.windows(num_layers, 512, kinds=kinds)[:-1], None)  # the last layer never has one
+    shared = gemma_config(fields, kinds, window=512)
+    windows = (*shared["sliding_windows"][:-1], None)  # the last layer never has one
     k_is_v = fields.flag("attention_k_eq_v")
     heads, full_heads = _heads(fields, windows, k_is_v)
     for sizes in (heads, full_heads):
         if num_heads % sizes[0] or sizes[1] % 2:
             raise fields.error("num_attention_heads", f"{num_heads} does not fit {sizes[0]} KV heads of {sizes[1]}")
-    special = {
+    special = shared | {
         "num_heads": num_heads,
-        "num_kv_heads": heads[0],
-        "head_dim": heads[1],
         "full_heads": full_heads,
         "kv_sources": kv_sources(fields, windows),
-        "attention_bias": fields.flag("attention_bias"),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
         "sliding_windows": windows,
-        "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         "norm_offset": 0.0,
         "attention_scale": 1.0,
-        "embedding_scale": fields.size("hidden_size") ** 0.5,
         "logit_softcap": fields.optional_number("final_logit_softcapping") or 0.0,
         "rope": _rope(fields, "full_attention"),
         "other_rope": _rope(fields, "sliding_attention"),
@@ -177,16 +173,17 @@ def make_layer(config: ModelConfig, index: int) -> nn.Module:
 
 
 def make_model(config: ModelConfig) -> Decoder:
-    layers: list[Any] = [make_layer(config, index) for index in range(config.num_layers)]
-    link(config, layers)
+    layers = linked_layers(config, make_layer)
     return Gemma4Decoder(config, layers) if config.mixer["input_size"] else Decoder(config, layers)
 
 
-def link(config: ModelConfig, layers: list[Any]) -> None:
-    """Tell layers that share K and V whose they are."""
+def linked_layers(config: ModelConfig, make_layer: Callable[[ModelConfig, int], Any]) -> list[Any]:
+    """All layers. Those that share K and V know whose they are."""
+    layers = [make_layer(config, index) for index in range(config.num_layers)]
     for layer, source in zip(layers, config.kv_sources, strict=bool(config.kv_sources)):
         if layer.self_attn.is_shared:
             layer.self_attn.source = [layers[source].self_attn]  # in a list: it is no part of the layer
+    return layers
 
 
 class Gemma4Decoder(Decoder):
