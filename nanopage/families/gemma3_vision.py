@@ -15,7 +15,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.families import gemma3
 from nanopage.families.gemma3 import make_layer
 from nanopage.layers.norm import RMSNorm
-from nanopage.vision.config import read_siglip
+from nanopage.vision.config import read_siglip, read_token
 from nanopage.vision.gemma3 import Gemma3Config, read_images
 from nanopage.vision.siglip import SiglipTower
 
@@ -48,9 +48,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     special = gemma3.read_config(fields, "Gemma3ForCausalLM")
     if special["logit_softcap"]:  # transformers reads the field and ignores it in this model
         raise fields.unsupported("final_logit_softcapping", "of Gemma 3 with images")
-    tokens, token = fields.size("mm_tokens_per_image", 256), fields.values.get("image_token_index", 262_144)
-    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < fields.size("vocab_size"):
-        raise fields.error("image_token_index", "must be a token of the vocabulary")
+    tokens, token = fields.size("mm_tokens_per_image", 256), read_token(fields, "image_token_index", 262_144)
     vision = fields.object("vision_config")
     tower = read_siglip(Fields(vision.values, f"{fields.source}: vision_config"), 16, 12, 12)
     side = math.isqrt(tokens)
@@ -85,11 +83,9 @@ class Gemma3Encoder(nn.Module):
         self.multi_modal_projector = Projector(config.tower.hidden_size, hidden_size, config.tower.layer_norm_eps)
 
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
-        """payload: as of Idefics3Encoder. Returns: [tokens, hidden_size]"""
-        pixels, scale, offset = (payload[name] for name in ("pixels", "scale", "offset"))
+        """payload: as of SiglipTower. Returns: [tokens, hidden_size]"""
         side = self.config.tower.side
-        prepared = pixels * scale[:, None, None] + offset[:, None, None]
-        x = self.vision_tower(prepared, torch.arange(side**2, device=pixels.device))
+        x = self.vision_tower(payload, torch.arange(side**2, device=payload["pixels"].device))
         pooled = F.avg_pool2d(x.T.view(-1, side, side), side // math.isqrt(self.config.tokens))
         return self.multi_modal_projector(pooled.flatten(1).T)
 

@@ -14,7 +14,7 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.models import llama
 from nanopage.models.llama import make_layer
-from nanopage.vision.config import read_siglip
+from nanopage.vision.config import read_siglip, read_token
 from nanopage.vision.idefics3 import Idefics3Config, read_images
 from nanopage.vision.siglip import SiglipTower
 
@@ -38,9 +38,7 @@ def text_fields(fields: Fields) -> Fields:
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    token = fields.values.get("image_token_id", 128_257)
-    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < fields.size("vocab_size"):
-        raise fields.error("image_token_id", "must be a token of the vocabulary")
+    token = read_token(fields, "image_token_id", 128_257)
     vision = fields.object("vision_config")
     tower = read_siglip(Fields(vision.values, f"{fields.source}: vision_config"), 32, 12, 16)
     image = Idefics3Config(tower, fields.size("scale_factor", 2), token)
@@ -71,14 +69,12 @@ class Idefics3Encoder(nn.Module):
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
         """Compute the rows of the tokens of a square.
 
-        Args: payload: "pixels" uint8 [3, size, size]; "scale" and "offset", float32 [3], which prepare them.
+        Args: payload: as of SiglipTower; the pixels are a square.
         Returns: [length, hidden_size]
         """
-        pixels, scale, offset = (payload[name] for name in ("pixels", "scale", "offset"))
-        tower, factor = self.config.tower, self.config.scale_factor
+        pixels, tower, factor = payload["pixels"], self.config.tower, self.config.scale_factor
         side = pixels.shape[1] // tower.patch_size
-        prepared = pixels * scale[:, None, None] + offset[:, None, None]
-        x = self.vision_model(prepared, _positions(side, tower.side, pixels.device))
+        x = self.vision_model(payload, _positions(side, tower.side, pixels.device))
         x = x.view(side // factor, factor, side // factor, factor, -1).transpose(1, 2)
         proj: nn.Module = self.connector["modality_projection"]["proj"]  # type: ignore[index]
         return proj(x.reshape((side // factor) ** 2, -1))

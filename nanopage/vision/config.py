@@ -53,6 +53,14 @@ def read_siglip(fields: Fields, patch_size: int, layers: int, heads: int) -> Sig
     return config
 
 
+def read_token(fields: Fields, name: str, default: int) -> int:
+    """Read the token that stands for images. Raises: ValueError naming the field."""
+    token = fields.values.get(name, default)
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < fields.size("vocab_size"):
+        raise fields.error(name, "must be a token of the vocabulary")
+    return token
+
+
 @dataclass(frozen=True)
 class Pixels:
     """How pixels, from 0 to 255, become numbers: (pixel * factor - mean) / std. resample: one of Pillow's filters."""

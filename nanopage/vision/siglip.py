@@ -27,18 +27,20 @@ class SiglipTower(nn.Module):
         self.encoder, self.layers = nn.ModuleDict({"layers": layers}), [*layers]
         self.post_layernorm = nn.LayerNorm(size, config.layer_norm_eps)
 
-    def forward(self, pixels: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, payload: dict[str, Tensor], positions: Tensor) -> Tensor:
         """Compute the hidden states of the P patches of an image.
 
         Args:
-            pixels: [3, height, width], prepared.
+            payload: "pixels" uint8 [3, height, width]; "scale" and "offset", float32 [3], which prepare them.
             positions: int64 [P], the row of each patch in the position embeddings.
 
         Returns: [P, hidden_size]
         """
         patches, places = self.embeddings.values()
+        pixels, scale, offset = (payload[name] for name in ("pixels", "scale", "offset"))
+        prepared = pixels * scale[:, None, None] + offset[:, None, None]
         x = places(positions)
-        x = patches(pixels[None].to(x.dtype))[0].flatten(1).T + x
+        x = patches(prepared[None].to(x.dtype))[0].flatten(1).T + x
         for layer in self.layers:
             x = layer(x)
         return self.post_layernorm(x)
