@@ -47,6 +47,7 @@ def paged_attention(
     query_lens: Tensor,
     seq_lens: Tensor,
     scoring: Scoring = PLAIN,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the tokens of a step over the pages of their sequences, one sequence after the other.
 
@@ -55,6 +56,7 @@ def paged_attention(
         query_lens: int64 [B], tokens of each sequence in this step: its last tokens. Their rows in q follow each
             other.
         seq_lens: int64 [B], tokens of each sequence, including this step's.
+        ahead: int64 [T], how many later tokens of its sequence each token sees as well. None: none.
         the others: as in layers/attention.py.
 
     Returns: [T, heads, head_dim]
@@ -63,14 +65,15 @@ def paged_attention(
     block_size = kv_cache.shape[3] // head_dim
     scale, v_scale = scoring.for_cache(kv_cache, head_dim)
     outputs = []
-    queries = q.split(query_lens.tolist())
-    for queries_of_one, table, length in zip(queries, block_tables, seq_lens.tolist(), strict=True):
+    ahead = query_lens.new_zeros(len(q)) if ahead is None else ahead
+    each = q.split(query_lens.tolist()), ahead.split(query_lens.tolist()), block_tables, seq_lens.tolist()
+    for queries_of_one, ahead_of_one, table, length in zip(*each, strict=True):
         # The sequence's pages: k [1, kv_heads, head_dim, tokens], for K is transposed, and v [1, kv_heads, tokens, ..].
         k, v = gather(kv_cache, table[None, : -(-length // block_size)], head_dim)
         k, v = k[0, :, :, :length].to(q.dtype), v[0, :, :length].to(q.dtype)
         keys = torch.arange(length, device=q.device)
         positions = keys[length - len(queries_of_one) :, None]
-        hidden = keys > positions  # [queries, keys]
+        hidden = keys > positions + ahead_of_one.to(q.device)[:, None]  # [queries, keys]
         if scoring.window is not None:
             hidden |= keys <= positions - scoring.window
         # Several query heads share a KV head.

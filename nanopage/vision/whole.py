@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nanopage.items.rows import ItemRows
-from nanopage.kernels.reference import PLAIN, Scoring
-from nanopage.state.pages import gather, write
+from nanopage.kernels.reference import PLAIN, Scoring, paged_attention
+from nanopage.state.pages import write
 from nanopage.step import Batch
 from nanopage.worker.eager import Eager, Output, Pages, head_of, prepare, run_model
 
@@ -66,30 +66,7 @@ class WholeAttention:
         write(k, v, kv_cache, self.slot_mapping, *scales)
 
     def attend(self, q: Tensor, kv_cache: Tensor, scoring: Scoring = PLAIN, out: Tensor | None = None) -> Tensor:
-        out = torch.empty_like(q) if out is None else out
-        pages, start = self.pages, 0
-        scale, v_scale = scoring.for_cache(kv_cache, q.shape[2])
-        block_size = kv_cache.shape[3] // q.shape[2]
-        for table, count, length in zip(
-            pages.block_tables, pages.query_lens.tolist(), pages.seq_lens.tolist(), strict=True
-        ):
-            rows = slice(start, start + count)
-            start += count
-            # K and V of the sequence: [kv_heads, head_dim, tokens] and [kv_heads, tokens, head_dim]
-            blocks = table[None, : -(-length // block_size)].long()
-            k, v = (found[0].to(q.dtype) for found in gather(kv_cache, blocks, q.shape[2]))
-            queries = (q[rows] * scale).unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, ..]
-            scores = (queries @ k[:, None, :, :length]).to(torch.promote_types(q.dtype, torch.float32))
-            if scoring.softcap:
-                scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-            scores = scores.masked_fill(self._hidden(rows, length, scoring.window).to(q.device), -torch.inf)
-            attended = scores.softmax(-1).to(q.dtype) @ v[:, None, :length]
-            out[rows] = v_scale * attended.permute(2, 0, 1, 3).flatten(1, 2)
-        return out
-
-    def _hidden(self, rows: slice, length: int, window: int | None) -> Tensor:
-        """Which of the `length` tokens of a sequence its last ones, `rows`, do not see: bool [queries, length]."""
-        ahead, keys = self.ahead[rows, None], torch.arange(length)
-        positions = keys[length - len(ahead) :, None]
-        hidden = keys > positions + ahead
-        return hidden if window is None else hidden | (keys <= positions - window)
+        pages = self.pages
+        where = pages.block_tables.long(), pages.query_lens, pages.seq_lens
+        attended = paged_attention(q, kv_cache, *where, scoring, self.ahead)
+        return attended if out is None else out.copy_(attended)
