@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NotRequired, TypedDict, cast
 
-from nanopage.checks.options import Count, check
-from nanopage.files.model_files import shown
+from nanopage.checks.options import Count, check, check_place
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 
 Prompt = str | list[int] | dict
@@ -50,14 +48,7 @@ class LoRARequest:
     lora_path: str
 
     def __post_init__(self):
-        for name in ("lora_name", "lora_path"):
-            value = getattr(self, name)
-            if name == "lora_path" and isinstance(value, Path):
-                object.__setattr__(self, name, str(value))
-            elif not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, not {shown(value)}")
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty")
+        check_place(self, "lora_name", "lora_path")
         check("lora_int_id", self.lora_int_id, Count)
 
 
@@ -114,20 +105,20 @@ def match_parameters(
 
     Raises: TypeError, ValueError: arguments of another type, or lists of another length than `prompts`.
     """
-    matched = _for_each(params, len(prompts), "sampling_params")
+    matched = for_each(params, len(prompts), "sampling_params")
     for each in matched:
         if not isinstance(each, kind):
             raise TypeError(f"sampling_params must be {kind.__name__}, not {each!r}")
     if not isinstance(priority, int | list | tuple | None):
         raise TypeError(f"priority must be an integer, or a list with one for each prompt, not {priority!r}")
-    priorities = _for_each(
+    priorities = for_each(
         priority if isinstance(priority, list | tuple) else priority or 0, len(prompts), "values of priority"
     )
-    adapters = _for_each(lora_request, len(prompts), "values of lora_request")
+    adapters = for_each(lora_request, len(prompts), "values of lora_request")
     return list(zip(prompts, matched, priorities, adapters, strict=True))
 
 
-def _for_each(value: Any, count: int, what: str) -> Sequence[Any]:
+def for_each(value: Any, count: int, what: str) -> Sequence[Any]:
     """A list or tuple of `count` values as it is; a single value, `count` times."""
     values = value if isinstance(value, list | tuple) else [value] * count
     if len(values) != count:

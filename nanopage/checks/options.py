@@ -6,6 +6,7 @@ The description in `Meta` is what error messages say of the range.
 import sys
 from dataclasses import fields
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -78,3 +79,14 @@ def _described(kind: Any) -> str:
     if meta := getattr(kind, "__metadata__", None):
         return meta[0].description
     return WORDS.get(kind) or ", or ".join(map(_described, get_args(kind)))
+
+
+def check_place(request: Any, name_field: str, path_field: str) -> None:
+    """Check the name and the path of a frozen request. A Path becomes a string. Raises: TypeError, ValueError."""
+    if isinstance(path := getattr(request, path_field), Path):
+        object.__setattr__(request, path_field, str(path))
+    for field in (name_field, path_field):
+        if not isinstance(value := getattr(request, field), str):
+            raise TypeError(f"{field} must be a string, not {shown(value)}")
+        if not value:
+            raise ValueError(f"{field} is empty")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from nanopage.adapters.files import CONFIG, FLOATS, WEIGHTS
-from nanopage.checks.options import Count, check
+from nanopage.checks.options import Count, check, check_place
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.files.safetensors_checkpoint import opened, read_whole, stored_bytes
-from nanopage.inputs import Prompt
+from nanopage.inputs import Prompt, for_each
 from nanopage.items.embeds import PLACEHOLDER, embeds_item
 from nanopage.step import Item
 from nanopage.text.prompts import TokenizedPrompt
@@ -59,13 +59,7 @@ class PromptAdapterRequest:
     prompt_adapter_num_virtual_tokens: int
 
     def __post_init__(self):
-        if isinstance(self.prompt_adapter_local_path, Path):
-            object.__setattr__(self, "prompt_adapter_local_path", str(self.prompt_adapter_local_path))
-        for name in ("prompt_adapter_name", "prompt_adapter_local_path"):
-            if not isinstance(value := getattr(self, name), str):
-                raise TypeError(f"{name} must be a string, not {shown(value)}")
-            if not value:
-                raise ValueError(f"{name} is empty")
+        check_place(self, "prompt_adapter_name", "prompt_adapter_local_path")
         for name in ("prompt_adapter_id", "prompt_adapter_num_virtual_tokens"):
             check(name, getattr(self, name), Count)
 
@@ -79,10 +73,8 @@ def with_prompt_adapters(
     """
     if requests is None:
         return prompts
-    each = requests if isinstance(requests, list | tuple) else [requests] * len(prompts)
-    if len(each) != len(prompts):
-        raise ValueError(f"{len(each)} values of prompt_adapter_request for {len(prompts)} prompts")
     made: list[Prompt] = []
+    each = for_each(requests, len(prompts), "values of prompt_adapter_request")
     for prompt, request in zip(prompts, each, strict=True):
         name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
         fields = prompt if isinstance(prompt, dict) else {name: prompt}
