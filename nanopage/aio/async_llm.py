@@ -6,8 +6,7 @@
 
 One thread steps the engine (aio/engine_thread.py). Two other threads turn prompts into token ids, so the event loop
 never waits for a tokenizer. One more thread compiles grammars, and four load images, so prompts never wait for grammars
-or downloads. An AsyncLLM that
-nobody uses, and whose outputs nobody reads, ends as after `shutdown`.
+or downloads. An AsyncLLM that nobody uses, and whose outputs nobody reads, ends as after `shutdown`.
 """
 
 import asyncio

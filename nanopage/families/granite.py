@@ -13,6 +13,7 @@ ARCHITECTURES = ("GraniteForCausalLM",)
 GGUF_ARCHITECTURE = "granite"
 GGUF_TENSORS: dict[str, str] = {}
 GGUF_REORDERED = True
+SCALES_EMBEDS = True  # embeddings in prompts are multiplied, too
 GGUF_FIELDS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",

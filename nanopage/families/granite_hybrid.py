@@ -24,6 +24,7 @@ from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("GraniteMoeHybridForCausalLM",)
 INSTEAD = GENERATE
+SCALES_EMBEDS = granite.SCALES_EMBEDS
 GGUF_ARCHITECTURE = "granitehybrid"
 GGUF_TENSORS = {
     "ffn_gate_inp": "mlp.mixture.gate",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanopage.config.model import ModelConfig
 from nanopage.device import to_device
+from nanopage.models.meta import family_of
 from nanopage.step import Batch, Item
 
 CACHE_BYTES = 256 * 2**20  # outputs of encoders
@@ -36,8 +37,8 @@ class ItemRows:
         most_bytes: int = CACHE_BYTES,
     ):
         self.encoders, self.dtype, self.device, self.most_bytes = encoders, dtype, device, most_bytes
-        # Granite multiplies what it gets in place of embeddings, too, and Gemma only embeddings.
-        self.scale = config.embedding_scale if config.architecture.startswith("Granite") else 1.0
+        # Gemma, for example, multiplies its own embeddings only.
+        self.scale = config.embedding_scale if getattr(family_of(config), "SCALES_EMBEDS", False) else 1.0
         self.left: dict[int, list[Item]] = {}  # row of the sequence table -> its items that steps have not passed
         self.outputs: OrderedDict[bytes, Tensor] = OrderedDict()  # by hash, the least recently used first
 

@@ -1,6 +1,8 @@
 """Whisper against transformers: the encoder, the logits of every position, and what the engine makes of several prompts
 with different sound."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -97,6 +99,14 @@ def test_compiled_layers_can_be_exported_for_any_number_of_sequences(tmp_path, m
     fixed = {name for name, size in exported.items() if not isinstance(size, torch.SymInt)}
     assert fixed == {"before-cross-one.so", "after-cross-one.so"}
     assert exported.keys() - fixed == {"before-cross-many.so", "after-cross-many.so"}
+
+
+def test_loading_asks_for_no_other_code_than_is_compiled(tmp_path):
+    """None for prompts, in which cross-attention is attention and not a state."""
+    way = Hearing(save(tmp_path, tiny_whisper()), random_tokens(LENGTHS), [], compiled).way.way
+    code = {what: SimpleNamespace(functions=(aot_chain._Function * 1)()) for what in way.files.values()}
+    layers = way._make_layers(None, code)
+    assert layers.prompts == {} and not any(layers.have_state)
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")
