@@ -125,7 +125,7 @@ class Layers:
         fixed: the fixed inputs of each layer's functions.
         kv_caches: the KV cache of each layer, as in KVCache.
         windows: how many of the last tokens the attention of each layer sees; None for all up to the token itself.
-            STATE, which is negative: all, if the layer has attention.
+            STATE, which is negative: if the layer has attention, every token sees all keys.
         ropes: which of the model's ropes each layer has.
         kinds: the kind of each layer (see layer_kinds.py).
     """

@@ -170,7 +170,7 @@ class GroupedExperts(nn.Module):
                         yield f"{self.first + index}.{part or name}.{kind}", view
 
     def _views(self, linear: Linear, of_one: Tensor) -> dict[str, Tensor]:
-        """As `Linear.slots`. Rows of gate and up alternate for `clamped_swiglu`, also if files have them apart."""
+        """As `Linear.slots`. `clamped_swiglu` needs alternating rows of gate and up, even if files store them apart."""
         if self.swiglu is None or type(linear) is not Linear:
             return linear.slots(of_one)
         return {part: of_one[index :: len(linear.parts)] for index, part in enumerate(linear.parts)}

@@ -23,7 +23,7 @@ DTYPES = {0: "<f4", 1: "<i1", 2: "<i2", 3: "<i4", 4: "<f2"}  # 5 is bfloat16, wh
 FLOATS = ("<f4", "<f2")
 # Settings that a Whisper model has, in files that have them.
 SETTINGS = {"activation": 3, "alibi": 0, "pre_norm": 1, "start_from_zero_embedding": 0, "multi_query_attention": 0}
-# Names there: in transformers. A norm has gamma and beta, and other layers weight and bias.
+# Names there: in transformers. A norm has gamma and beta; other layers have weight and bias.
 LAYERS = {
     "self_attention/layer_norm": "self_attn_layer_norm",
     "self_attention/linear_0": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",

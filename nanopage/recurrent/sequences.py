@@ -45,7 +45,7 @@ class Prompts:
         return [getattr(self, name) for name in self.__slots__]
 
     def chunked(self, x: Tensor) -> Tensor:
-        """x [T, ...] -> [M, L, ...]. Behind the last token of a chunk stands any other one."""
+        """x [T, ...] -> [M, L, ...]. Places behind the last token of a chunk hold an arbitrary one."""
         return x[self.tokens.clamp(min=0)]
 
     def padded(self, x: Tensor) -> Tensor:
