@@ -25,7 +25,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.renderer import Renderer
 from prompt_toolkit.utils import is_dumb_terminal
 
-from nanopage.terminal.signals import wait_for_input
+from nanopage.terminal.signals import orderly_exit_of, wait_for_input
 from nanopage.terminal.text import terminal_reflows
 
 QUOTES = '"""'
@@ -96,7 +96,8 @@ class Prompt:
                 text += "\n" + self._line("  ")
         else:
             self.typed = False
-            text = self._session.prompt()
+            with orderly_exit_of(self._session.app) as began:
+                text = self._session.prompt(pre_run=began)
         # A terminal can send bytes that are not UTF-8, which a model cannot read.
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 

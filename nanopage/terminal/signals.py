@@ -53,6 +53,33 @@ def orderly_exit() -> Iterator[None]:
         _restore(previous)
 
 
+@contextlib.contextmanager
+def orderly_exit_of(app) -> Iterator[Callable[[], None]]:
+    """As `orderly_exit`, while a prompt_toolkit application waits for input. Yields what the application must call when
+    it begins.
+
+    An exception in the middle of one of its tasks would be reported by its event loop, which then waits for Enter.
+    """
+    arrived: list[int] = []
+
+    def leave(signum, frame):
+        arrived.append(signum)
+        if app.loop is not None:
+            app.loop.call_soon_threadsafe(end)
+
+    def end():
+        if arrived and app.is_running and not app.future.done():
+            app.exit(exception=SystemExit(128 + arrived[0]))
+
+    previous = _handle(TERMINATING, leave)
+    try:
+        yield end
+    finally:
+        _restore(previous)
+        if arrived:
+            raise SystemExit(128 + arrived[0])
+
+
 class Interrupt:
     """Whether work was asked to stop.
 

@@ -3,7 +3,10 @@
 What the editor saves is tested with /edit, in test_terminal_conversation.py.
 """
 
+import os
+import signal
 import stat
+import threading
 
 import pytest
 from prompt_toolkit.application import create_app_session
@@ -16,6 +19,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from screens import Reflowing
 
 from nanopage.terminal.prompt import Prompt, _Completer, _private_file, is_open, unquoted
+from nanopage.terminal.signals import orderly_exit
 
 COMMANDS = {"/help": (), "/set": ("temperature", "top_k", "top_p"), "/save": None, "/system": ()}
 
@@ -111,6 +115,26 @@ def test_without_a_history_file_none_is_written(typist, tmp_path, monkeypatch):
     send("hello\r")
     assert (prompt.read(), prompt.why_no_history) == ("hello", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("when", ["the history is read", "the prompt waits"])
+def test_sigterm_ends_the_prompt_whatever_its_event_loop_does(typist, tmp_path, monkeypatch, caplog, when):
+    path = tmp_path / "history"
+    _private_file(path).store_string("one")
+    prompt = Prompt(path, COMMANDS)
+    read = FileHistory.load_history_strings
+
+    def load(self):
+        if when == "the history is read":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        yield from read(self)
+
+    monkeypatch.setattr(FileHistory, "load_history_strings", load)
+    with pytest.raises(SystemExit, match="143"), orderly_exit():
+        prompt.read()
+    assert not caplog.records
 
 
 def test_a_resize_at_the_prompt_leaves_no_row_behind(monkeypatch):
