@@ -114,8 +114,8 @@ def measure(
     q = torch.randn(batch * queries, heads, head_dim, device=DEVICE, dtype=dtype)
     query_lens, seq_lens = torch.full((batch,), queries), torch.full((batch,), tokens)
     no_slots = torch.zeros(0, dtype=torch.int64, device=DEVICE)  # nothing is written
-    sizes = heads, kv_heads, head_dim, dtype, q.device
-    attention = paged_attention.make_attention(no_slots, tables, query_lens, seq_lens, *sizes)
+    grouped = GroupedAttention(no_slots, tables, query_lens, seq_lens)
+    attention = paged_attention.make_attention(grouped, heads, kv_heads, head_dim, dtype)
     row: dict[str, Any] = {"kind": kind, "batch": batch, "tokens": tokens, "queries": queries}
     row["heads"] = f"{heads}/{kv_heads} x {head_dim}"
     # Captured as a CUDA graph, as the engine runs decodes, so that launches take no time.
@@ -125,7 +125,6 @@ def measure(
     row["gb_s"] = num_bytes / row["nanopage"] / 1e3
     pairs = queries * tokens - queries * (queries - 1) / 2
     row["tflop_s"] = 4 * batch * heads * head_dim * pairs / row["nanopage"] / 1e6
-    grouped = GroupedAttention(tables.new_empty(0), tables, query_lens, seq_lens)
     row["reference"] = time_if_it_runs(lambda: lambda: grouped.attend(q, kv_cache), max(3, num_iters // 10))
     shapes = (heads, queries), (kv_heads, tokens), (kv_heads, tokens)
     a, k, v = (torch.randn(batch, n, length, head_dim, device=DEVICE, dtype=dtype) for n, length in shapes)

@@ -60,7 +60,7 @@ from nanopage.view.frames import Frames, Picture
 from nanopage.view.invariants import check_blocks
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs
-from nanopage.worker.eager import Eager, plain_attention
+from nanopage.worker.eager import Eager
 from nanopage.worker.memory import GIB, block_bytes
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs
 from nanopage.worker.ways import why_not_compiled
@@ -386,7 +386,7 @@ def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
     worker = engine.executor.worker
     runner = worker.runner
     sample_all = make_sample_all(uses_triton)
-    make_attention = worker.setup.make_attention if uses_triton else plain_attention
+    make_attention = worker.setup.make_attention if uses_triton else None
     compiles = not why_not_compiled(worker.setup)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jit, "compile_afresh", lambda function: function)

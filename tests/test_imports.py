@@ -39,7 +39,7 @@ LONG_FUNCTIONS = {
 MANY_ARGUMENTS = {
     *("llm.py: chat", "llm.py: generate"),  # vLLM's
     "kernels/rotate_and_write.py: rotate_and_write",
-    *("kernels/paged_attention.py: make_attention", "kernels/paged_attention.py: choose_prompt_splits"),
+    "kernels/paged_attention.py: choose_prompt_splits",
     *("kernels/paged_attention.py: decode", "kernels/paged_attention.py: prefill"),
 }
 

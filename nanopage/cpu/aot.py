@@ -47,7 +47,7 @@ from nanopage.state.kv_cache import KVCache
 from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
-from nanopage.worker.eager import Output, head_of, plain_attention, prepare, run_model
+from nanopage.worker.eager import Output, head_of, prepare, run_model
 from nanopage.worker.prompt_outputs import wants_prompt_logprobs
 
 logger = logging.getLogger("nanopage")
@@ -129,13 +129,12 @@ class Compiled:
         return self.layers is not None
 
     def run(self, batch: Batch) -> Output:
-        inputs = prepare(batch, self.table)
-        step = inputs.step(self.kv_cache, plain_attention)
+        input_ids, step = prepare(batch, self.table, self.kv_cache)
         if num_positions := self.config.encoded_positions:
             step.attentions = [attention_to_encoded(attention, num_positions) for attention in step.attentions]
         if self.head is not None and self._is_one_decode(batch):
-            return self._decode_one(batch, inputs.input_ids, step, self.head)
-        return run_model(self._forward, batch, inputs.input_ids, step, self.table, self.head or head_of(self.model))
+            return self._decode_one(batch, input_ids, step, self.head)
+        return run_model(self._forward, batch, input_ids, step, self.table, self.head or head_of(self.model))
 
     def _forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """As `Decoder.forward`, with the KV cache that the layers were loaded for."""

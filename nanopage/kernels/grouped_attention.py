@@ -21,12 +21,17 @@ LARGEST_ROUNDED_SCORE = 256.0
 
 @dataclass(slots=True)
 class GroupedAttention:
-    """Attention of a step's T tokens of B sequences (see layers/attention.py).
+    """Attention of a step's T tokens of B sequences, in the layers of one kind (see layers/attention.py). All tensors
+    are on the device except the lengths. On a GPU, `make_attention` makes a TritonAttention of it.
 
     slot_mapping  int64 [T]              block * block_size + offset of each token
-    block_tables  int64 [B, max_blocks]  physical block of each logical block, padded with the sequence's first block
+    block_tables  [B, max_blocks]        physical block of each logical block; on a CPU int64, padded by pad_tables
     query_lens    int64 [B], on the CPU  tokens of each sequence in this step
     seq_lens      int64 [B], on the CPU  tokens of each sequence, including this step's
+
+    If the kind has a window, the table of a sequence begins with the first block that its queries attend to, and
+    `seq_lens` counts tokens from the start of that block. Masks depend only on distances between tokens, so kernels
+    work unchanged on the shortened table.
     """
 
     slot_mapping: Tensor

@@ -15,6 +15,7 @@ from torch import Tensor
 from nanopage.device import to_device
 from nanopage.kernels import cache_write
 from nanopage.kernels.attention_kernels import decode_kernel, merge_kernel, prefill_kernel
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.kernels.reference import PLAIN, Scoring
 
 TILE_BYTES = 2**14  # of K in a tile; V has as many
@@ -78,22 +79,11 @@ class TritonAttention:
 
 
 def make_attention(
-    slot_mapping: Tensor,
-    block_tables: Tensor,
-    query_lens: Tensor,
-    seq_lens: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    plain: GroupedAttention, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> TritonAttention:
-    """Make the attention of a step.
-
-    Args:
-        query_lens, seq_lens: int64 [B], on the CPU; the other tensors as in TritonAttention.
-        dtype: of q.
-    """
+    """Make the attention of a step that computes the same as `plain`. dtype: of q."""
+    slots, query_lens, seq_lens = plain.slot_mapping, plain.query_lens, plain.seq_lens
+    device = slots.device
     query_start = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
     query_start[1:] = query_lens.cumsum(0)
     num_decodes = int((query_lens == 1).sum())
@@ -105,9 +95,8 @@ def make_attention(
     )  # fmt: skip
     lens = to_device(seq_lens.int(), device)
     query_start, longest = to_device(query_start, device), int(query_lens.max())
-    return TritonAttention(
-        slot_mapping, block_tables, query_start, lens, num_decodes, longest, num_splits, prompt_splits
-    )
+    sequences = plain.block_tables, query_start, lens
+    return TritonAttention(slots, *sequences, num_decodes, longest, num_splits, prompt_splits)
 
 
 def choose_splits(contexts: list[int], num_kv_heads: int, num_processors: int, least: int | None = None) -> int:

@@ -23,7 +23,7 @@ class Encode:
     """
 
     def __init__(self, eager: Any):
-        self.model, self.table = eager.model, eager.table
+        self.model, self.table, self.kv_cache = eager.model, eager.table, eager.kv_cache
 
     def fits(self, batch: Batch) -> bool:
         return True
@@ -31,11 +31,11 @@ class Encode:
     def run(self, batch: Batch) -> Output:
         by_length = np.argsort(batch.counts, kind="stable")
         rows, starts, counts = ([v[i] for i in by_length] for v in (batch.rows, batch.starts, batch.counts))
-        inputs = prepare(Batch(rows=rows, starts=starts, counts=counts), self.table)
+        input_ids, step = prepare(Batch(rows=rows, starts=starts, counts=counts), self.table, self.kv_cache)
         settings = (self.table.sampling.settings[row] for row in rows)
         types = [each.token_types or [0] * count for each, count in zip(settings, counts, strict=True)]
         token_types = to_device([*chain.from_iterable(types)], self.table.device, torch.int64)
-        hidden = self.model(inputs.input_ids, token_types, inputs.positions, spans_of(counts))
+        hidden = self.model(input_ids, token_types, step.positions, spans_of(counts))
         parts = hidden.split(counts)
         return Output(None, torch.cat([parts[i] for i in np.argsort(by_length)]))
 

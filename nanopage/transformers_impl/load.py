@@ -17,6 +17,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from nanopage.device import check_weights_fit
 from nanopage.files.model_files import memory_errors, shown
 from nanopage.files.safetensors_checkpoint import opened, read_whole, safetensors_files, stored_bytes
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import StepContext
 from nanopage.state.kv_cache import KVCache
 from nanopage.transformers_impl.config import elsewhere, read_module
@@ -24,7 +25,6 @@ from nanopage.transformers_impl.decoder import NAME, TransformersDecoder
 from nanopage.transformers_impl.probe import probe
 from nanopage.weights.allocation import all_finite
 from nanopage.weights.loader import FLOATS
-from nanopage.worker.eager import Pages, plain_attention
 from nanopage.worker.setup import Setup
 
 logger = logging.getLogger("nanopage")
@@ -112,8 +112,8 @@ def _checked(setup: Setup, model: Any, scorings: list) -> tuple[Setup, Transform
     table = torch.arange(num_blocks, device=device, dtype=torch.int32 if setup.on_gpu else torch.int64)[None]
     for begin, end in CHUNKS:
         slots = positions[begin:end]  # the blocks are in order
-        pages = Pages(slots, table, torch.tensor([end - begin]), torch.tensor([end]))
-        attention = setup.make_attention(pages) if setup.on_gpu else plain_attention(pages)
+        plain = GroupedAttention(slots, table, torch.tensor([end - begin]), torch.tensor([end]))
+        attention = setup.make_attention(plain) if setup.on_gpu else plain
         step = StepContext(slots, [attention], cache.kinds.of_layers, cache.layers)
         got.append(decoder.logits(decoder(ids[begin:end], step)))
     if not (wrong := _difference(torch.cat(got), expected)) <= TOLERANCES[setup.dtype]:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from nanopage.items.rows import ItemRows
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.kernels.reference import PLAIN, Scoring, paged_attention
 from nanopage.state.pages import write
 from nanopage.step import Batch
-from nanopage.worker.eager import Eager, Output, Pages, head_of, prepare, run_model
+from nanopage.worker.eager import Eager, Output, head_of, prepare, run_model
 
 
 class WholeWay:
@@ -33,9 +34,10 @@ class WholeWay:
         if not isinstance(eager := self.way, Eager) or not self.items.reaches(batch):
             return self.way.run(batch)
         ahead = ahead_of(batch, self.items)
-        inputs = prepare(batch, eager.table)
-        step = inputs.step(eager.kv_cache, lambda pages: WholeAttention(pages.slot_mapping, pages, ahead))
-        return run_model(eager.model, batch, inputs.input_ids, step, eager.table, head_of(eager.model))
+        input_ids, step = prepare(
+            batch, eager.table, eager.kv_cache, lambda plain: WholeAttention(plain.slot_mapping, plain, ahead)
+        )
+        return run_model(eager.model, batch, input_ids, step, eager.table, head_of(eager.model))
 
 
 def ahead_of(batch: Batch, items: ItemRows) -> Tensor:
@@ -54,19 +56,18 @@ def ahead_of(batch: Batch, items: ItemRows) -> Tensor:
 class WholeAttention:
     """Attention of a step of T tokens (see layers/attention.py), one sequence after the other.
 
-    pages: where K and V are; slot_mapping: theirs.
+    plain: says where K and V are; slot_mapping: its own.
     ahead: int64 [T], on the CPU: how many later tokens each token sees.
     """
 
     slot_mapping: Tensor
-    pages: Pages
+    plain: GroupedAttention
     ahead: Tensor
 
     def write(self, k: Tensor, v: Tensor, kv_cache: Tensor, scales: tuple[float, float] = (1.0, 1.0)) -> None:
         write(k, v, kv_cache, self.slot_mapping, *scales)
 
     def attend(self, q: Tensor, kv_cache: Tensor, scoring: Scoring = PLAIN, out: Tensor | None = None) -> Tensor:
-        pages = self.pages
-        where = pages.block_tables.long(), pages.query_lens, pages.seq_lens
+        where = self.plain.block_tables.long(), self.plain.query_lens, self.plain.seq_lens
         attended = paged_attention(q, kv_cache, *where, scoring, self.ahead)
         return attended if out is None else out.copy_(attended)

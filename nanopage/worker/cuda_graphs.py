@@ -208,8 +208,9 @@ def look_up(
         windows: of each kind of layers.
 
     Returns: input_ids and positions, int64 [size] each; for each kind slot_mapping, int64 [size], block_tables [size,
-        blocks], and seq_lens [size], the last two from the first block on that the window reaches (see eager.Pages). Of
-        states: sources and targets, int64 [size] each (see StatePages), and None; both are -1 for padding.
+        blocks], and seq_lens [size], the last two from the first block on that the window reaches (see
+        GroupedAttention). Of states: sources and targets, int64 [size] each (see StatePages), and None; both are -1 for
+        padding.
     """
     positions = (seq_lens - 1).clamp(min=0)
     pages: list[tuple[Tensor, Tensor, Tensor | None]] = []

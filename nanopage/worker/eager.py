@@ -7,6 +7,7 @@ ways.py lists the others.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,50 +22,7 @@ from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.prompt_outputs import wants_prompt_logprobs
-from nanopage.worker.state_pages import StatePages, state_pages
-
-
-@dataclass(slots=True)
-class Inputs:
-    """A batch of T tokens as tensors.
-
-    input_ids, positions  int64 [T], on the device
-    pages                 where K and V, or states, are in the layers of each kind
-    adapters, embeds      as in StepContext
-    """
-
-    input_ids: Tensor
-    positions: Tensor
-    pages: "list[Pages | StatePages]"
-    adapters: Tensor | None
-    embeds: tuple[Tensor, Tensor] | None
-
-    def step(self, kv_cache: KVCache, make_attention: Callable[["Pages"], Attention]) -> StepContext:
-        """What the layers need to know of this batch."""
-        attentions = [make_attention(pages) if isinstance(pages, Pages) else pages for pages in self.pages]
-        layers = kv_cache.kinds.of_layers, kv_cache.layers
-        return StepContext(self.positions, attentions, *layers, adapters=self.adapters, embeds=self.embeds)
-
-
-@dataclass(slots=True)
-class Pages:
-    """Where the K and V of a batch of T tokens of B sequences are, in the layers of one kind. All tensors are on the
-    device except the lengths.
-
-    slot_mapping          int64 [T]              block * block_size + offset of each token
-    block_tables          [B, max_blocks]        physical block of each logical block; on a CPU, padded by pad_tables
-    query_lens            int64 [B], on the CPU  tokens of each sequence in this step
-    seq_lens              int64 [B], on the CPU  tokens of each sequence, including this step's
-
-    If the kind has a window, the table of a sequence begins with the first block that its queries attend to, and
-    `seq_lens` counts tokens from the start of that block. Masks depend only on distances between
-    tokens, so kernels work unchanged on the shortened table.
-    """
-
-    slot_mapping: Tensor
-    block_tables: Tensor
-    query_lens: Tensor
-    seq_lens: Tensor
+from nanopage.worker.state_pages import state_pages
 
 
 @dataclass(slots=True)
@@ -86,7 +44,8 @@ class Eager:
     """Runs any batch with the model's own modules.
 
     Args:
-        make_attention: makes the attention of a step, for the layers of one kind. None: plain attention.
+        make_attention: makes the attention of a step from the plain one, for the layers of one kind. None: it stays
+            plain.
     """
 
     def __init__(
@@ -94,26 +53,31 @@ class Eager:
         model: Decoder,
         kv_cache: KVCache,
         table: SequenceTable,
-        make_attention: Callable[[Pages], Attention] | None = None,
+        make_attention: Callable[[GroupedAttention], Attention] | None = None,
     ):
-        self.model, self.kv_cache, self.table = model, kv_cache, table
-        self.make_attention = make_attention or plain_attention
+        self.model, self.kv_cache, self.table, self.make_attention = model, kv_cache, table, make_attention
 
     def fits(self, batch: Batch) -> bool:
         return True
 
     def run(self, batch: Batch) -> Output:
-        inputs = prepare(batch, self.table)
-        step = inputs.step(self.kv_cache, self.make_attention)
-        return run_model(self.model, batch, inputs.input_ids, step, self.table, head_of(self.model))
+        input_ids, step = prepare(batch, self.table, self.kv_cache, self.make_attention)
+        return run_model(self.model, batch, input_ids, step, self.table, head_of(self.model))
 
 
-def prepare(batch: Batch, table: SequenceTable) -> Inputs:
-    """Look up a batch's tokens and blocks in the sequence table.
+def prepare(
+    batch: Batch,
+    table: SequenceTable,
+    kv_cache: KVCache,
+    make_attention: Callable[[GroupedAttention], Attention] | None = None,
+) -> tuple[Tensor, StepContext]:
+    """Look up a batch's tokens and blocks in the sequence table: input_ids, int64 [T], and what the layers need.
 
     In the example of `step.Batch`, with blocks of 16 tokens and the block tables [4, 9] and [2], `positions` are
     [20, 0, 1, 2, 3, 4, 5], `slot_mapping` [148, 32, 33, 34, 35, 36, 37] (148 = 9 * 16 + 4), `query_lens` [1, 6] and
     `seq_lens` [21, 6].
+
+    Args: make_attention: as in Eager.
     """
     rows, starts, counts = (np.array(values) for values in (batch.rows, batch.starts, batch.counts))
     block_size = table.block_size
@@ -133,20 +97,18 @@ def prepare(batch: Batch, table: SequenceTable) -> Inputs:
         input_ids = table.tokens[token_rows, places].long()
     tables = {window: table.tables_of(window, rows, starts, counts) for window in set(table.windows) - {STATE}}
     states = state_pages(batch, table)
-    pages: list[Pages | StatePages] = []
+    attentions: list[Any] = []
     for kind, window in enumerate(table.windows):
         if window == STATE:
-            pages.append(states[kind])
+            attentions.append(states[kind])
             continue
         block_tables, seq_lens = tables[window]
-        pages.append(Pages(slots[kind], block_tables[kind], torch.from_numpy(counts), torch.from_numpy(seq_lens)))
+        lengths = torch.from_numpy(counts), torch.from_numpy(seq_lens)
+        plain = GroupedAttention(slots[kind], block_tables[kind], *lengths)
+        attentions.append(plain if make_attention is None else make_attention(plain))
     embeds = None if table.items is None else table.items.embeds_of(batch)
-    return Inputs(input_ids, places, pages, table.adapters_of(token_rows), embeds)
-
-
-def plain_attention(pages: Pages) -> GroupedAttention:
-    """Attention in plain PyTorch."""
-    return GroupedAttention(pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens)
+    layers = kv_cache.kinds.of_layers, kv_cache.layers
+    return input_ids, StepContext(places, attentions, *layers, adapters=table.adapters_of(token_rows), embeds=embeds)
 
 
 def head_of(model: Decoder) -> Callable[[Tensor], Tensor] | None:

@@ -30,12 +30,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import Attention, StepContext
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.cuda_graphs import naming_what_helps
-from nanopage.worker.eager import Output, Pages, prepare, run_model
+from nanopage.worker.eager import Output, prepare, run_model
 from nanopage.worker.jit import Carried, CompiledDecoder
 
 LARGEST_SIZE = 512  # with more tokens, a step takes a GPU longer than its launches take the host
@@ -56,7 +57,7 @@ class PiecewiseGraphs:
         model: its pieces are captured.
         kv_cache: the pages of K and V.
         table: the state of each running sequence.
-        make_attention: makes the attention of a step, for the layers of one kind.
+        make_attention: as in Eager.
         most: the most tokens of a step.
     """
 
@@ -66,7 +67,7 @@ class PiecewiseGraphs:
         model: CompiledDecoder,
         kv_cache: KVCache,
         table: SequenceTable,
-        make_attention: Callable[[Pages], Attention],
+        make_attention: Callable[[GroupedAttention], Attention] | None,
         most: int,
     ):
         self.model, self.kv_cache, self.table, self.make_attention = model, kv_cache, table, make_attention
@@ -86,9 +87,8 @@ class PiecewiseGraphs:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Output:
-        inputs = prepare(batch, self.table)
-        step = inputs.step(self.kv_cache, self.make_attention)
-        return run_model(self._forward, batch, inputs.input_ids, step, self.table, self.model.logits)
+        input_ids, step = prepare(batch, self.table, self.kv_cache, self.make_attention)
+        return run_model(self._forward, batch, input_ids, step, self.table, self.model.logits)
 
     def _forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """As `Decoder.forward`."""

@@ -7,9 +7,9 @@ import torch
 
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import Attention
 from nanopage.state.layer_kinds import BlockNeeds, LayerKinds
-from nanopage.worker.eager import Pages
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,9 @@ class Setup:
         config = self.config
         return BlockNeeds(self.kinds.windows, config.block_size, config.token_budget(self.device.type))
 
-    def make_attention(self, pages: Pages) -> Attention:
+    def make_attention(self, plain: GroupedAttention) -> Attention:
         """The attention of a step on a GPU, for the layers of one kind."""
         from nanopage.kernels import paged_attention  # imports Triton, which would double the time to start on a CPU
 
-        tensors = pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens
-        sizes = self.part.num_heads, self.part.num_kv_heads, self.part.head_dim
-        return paged_attention.make_attention(*tensors, *sizes, self.dtype, self.device)
+        part = self.part
+        return paged_attention.make_attention(plain, part.num_heads, part.num_kv_heads, part.head_dim, self.dtype)

@@ -790,8 +790,8 @@ def test_kernels_get_block_tables_as_the_engine_has_them(monkeypatch, kind, quer
     """int32, of which the reference next to them computes the same."""
     seen, make = [], paged_attention.make_attention
 
-    def made(slots, tables, *arguments):
-        seen.append((tables.dtype, make(slots, tables, *arguments)))
+    def made(plain, *arguments):
+        seen.append((plain.block_tables.dtype, make(plain, *arguments)))
         return seen[-1][1]
 
     monkeypatch.setattr(kernels, "DEVICE", torch.device("cpu"))

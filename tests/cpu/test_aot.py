@@ -53,7 +53,7 @@ from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, SamplingSettings
 from nanopage.weights import allocation, loader
-from nanopage.worker.eager import plain_attention, prepare
+from nanopage.worker.eager import prepare
 from nanopage.worker.model_runner import sampled_positions
 
 ROOT = Path(__file__).parents[2]
@@ -497,14 +497,13 @@ def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directo
         batch = made.batch(dict(enumerate(lengths)))
         made.cache.move(batch)
         made.table.update(batch)
-        inputs = prepare(batch, made.table)
-        step = inputs.step(made.cache, plain_attention)
+        input_ids, step = prepare(batch, made.table, made.cache)
         forward = made.way._forward if compiled else made.model
         for rows in ([sum(lengths) - 1, 0][: len(lengths)], [0]):
             rows = torch.tensor(rows)
             with torch.inference_mode():
-                whole = forward(inputs.input_ids, step)
-                some = forward(inputs.input_ids, replace(step, rows=rows))
+                whole = forward(input_ids, step)
+                some = forward(input_ids, replace(step, rows=rows))
             torch.testing.assert_close(some, whole[rows], rtol=1e-4, atol=1e-4)
 
 

@@ -20,6 +20,7 @@ from test_kernels import attention as plain_attention
 from benchmarks import kernel_resources
 from nanopage.kernels import cache_write, reference
 from nanopage.kernels import paged_attention as kernels
+from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.kernels.rotate_and_write import rotate_and_write
 from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import rotate
@@ -415,8 +416,8 @@ def test_attention_of_a_step_writes_what_it_attends_over():
     q = pool.random(9, 4, 32)
     k, v = (torch.stack([pool.sequences[i][which][p] for i, p in rows]) for which in (1, 2))
     cache = pool.cache.to(DEVICE)
-    sizes = 4, 2, 32, torch.float32, DEVICE
-    attention = kernels.make_attention(slots.to(DEVICE), tables.to(DEVICE), counts, seq_lens, *sizes)
+    plain = GroupedAttention(slots.to(DEVICE), tables.to(DEVICE), counts, seq_lens)
+    attention = kernels.make_attention(plain, 4, 2, 32, torch.float32)
     assert (attention.num_decodes, attention.max_query_len, attention.num_splits) == (2, 7, 1)
     assert attention.query_start.tolist() == [0, 1, 2, 9]
     attention.write(k.to(DEVICE), v.to(DEVICE), cache)
@@ -536,8 +537,8 @@ def test_a_step_splits_its_prompts_and_merges_them(monkeypatch):
     for length, num_splits in ((40, 1), (32_768, 17)):  # 33 tokens are two programs for each KV head
         lens = torch.tensor([1, 33]), torch.tensor([9, length])
         tables = torch.zeros(2, 2048, dtype=torch.int32)
-        sizes = 32, 8, 128, torch.bfloat16, torch.device("cpu")
         launches.clear()
-        kernels.make_attention(NO_SLOTS, tables, *lens, *sizes).attend(q, cache)
+        plain = GroupedAttention(NO_SLOTS.cpu(), tables, *lens)
+        kernels.make_attention(plain, 32, 8, 128, torch.bfloat16).attend(q, cache)
         merges = [("merge_kernel", (33, 32))] if num_splits > 1 else []
         assert launches == [("decode_kernel", (1, 8, 1)), ("prefill_kernel", (2 * num_splits, 8, 1)), *merges]

@@ -32,9 +32,8 @@ def test_logits_with_the_triton_kernels(tmp_path):
     hf_model.save_pretrained(tmp_path)
     config = loader.read_config(tmp_path)
 
-    def make_attention(pages):
-        fields = pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens
-        return paged_attention.make_attention(*fields, config.num_heads, *config.heads[0], torch.float32, CPU)
+    def make_attention(plain):
+        return paged_attention.make_attention(plain, config.num_heads, *config.heads[0], torch.float32)
 
     lengths = [9, 3, 14]
     paged = Paged(tmp_path, random_tokens(lengths), group=True)

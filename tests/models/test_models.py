@@ -38,7 +38,7 @@ from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Fork, NewSequence, SamplingSettings
 from nanopage.weights import loader
-from nanopage.worker.eager import Eager, plain_attention, prepare
+from nanopage.worker.eager import Eager, prepare
 from nanopage.worker.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -596,11 +596,10 @@ def hidden_states(paged, lengths, rows=None):
     batch = paged.batch(dict(enumerate(lengths)))
     paged.cache.move(batch)
     paged.table.update(batch)
-    inputs = prepare(batch, paged.table)
-    step = inputs.step(paged.cache, plain_attention)
+    input_ids, step = prepare(batch, paged.table, paged.cache)
     step.rows = rows
     with torch.inference_mode():
-        return paged.model(inputs.input_ids, step)
+        return paged.model(input_ids, step)
 
 
 def test_each_layer_writes_to_its_own_cache_and_only_the_last_drops_rows(tmp_path):

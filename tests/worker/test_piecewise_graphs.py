@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import (
-    CPU,
     LONG,
     TEMPERATURE,
     Paged,
@@ -24,7 +23,7 @@ from nanopage.kernels import paged_attention
 from nanopage.step import Batch
 from nanopage.weights import loader
 from nanopage.worker import jit
-from nanopage.worker.eager import Eager, plain_attention, prepare
+from nanopage.worker.eager import Eager, prepare
 from nanopage.worker.jit import CompiledDecoder, compile_model
 from nanopage.worker.piecewise_graphs import PiecewiseGraphs, token_counts
 
@@ -86,7 +85,7 @@ def in_pieces(engine, most=512, uses_triton=False):
     """Have an engine on a CPU run steps as one on a GPU does. Returns the engine."""
     worker = engine.executor.worker
     model, made = pieces_for(worker.model, uses_triton), (worker.kv_cache, worker.runner.table)
-    make_attention = worker.setup.make_attention if uses_triton else plain_attention
+    make_attention = worker.setup.make_attention if uses_triton else None
     worker.runner.sampler.sample_all = sample_all = make_sample_all(uses_triton)
     worker.runner.ways = [
         graphs_for(model, *made, uses_triton, sample_all),
@@ -208,9 +207,8 @@ def test_what_a_layer_launches_beside_compiled_code(model, fake_cuda, monkeypatc
         graph.replay = lambda: launches.append("replay")
     engine.executor.worker.kv_cache.clear([0])
     batch = Batch(rows=[0, 1], starts=[4, 0], counts=[1, 3], sampled_from=[0], sampled_rows=[0])
-    inputs = prepare(batch, pieces.table)
     with torch.inference_mode():
-        pieces._forward(inputs.input_ids, inputs.step(pieces.kv_cache, pieces.make_attention))
+        pieces._forward(*prepare(batch, pieces.table, pieces.kv_cache, pieces.make_attention))
     assert launches == ["replay", "decode_kernel", "prefill_kernel"] * layers
 
 
@@ -245,10 +243,9 @@ def test_logits_with_the_triton_kernels(family, overrides, tmp_path):
     hf_model.save_pretrained(tmp_path)
     config, sequences = loader.read_config(tmp_path), random_tokens(lengths)
 
-    def make_attention(pages):
-        fields = pages.slot_mapping, pages.block_tables, pages.query_lens, pages.seq_lens
+    def make_attention(plain):
         sizes = config.num_heads, config.num_kv_heads, config.head_dim
-        return paged_attention.make_attention(*fields, *sizes, torch.float64, CPU)
+        return paged_attention.make_attention(plain, *sizes, torch.float64)
 
     paged = Paged(tmp_path, sequences, torch.float64)
     model = CompiledDecoder(paged.model)
