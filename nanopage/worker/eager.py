@@ -130,35 +130,16 @@ def run_model(
         model: computes hidden states as `Decoder.forward` does.
         head: computes logits of hidden states (see `Decoder.logits`). None: the output has all hidden states instead.
     """
-    if head is None or wants_prompt_logprobs(batch, table):
-        return _run_all_rows(model, batch, input_ids, step, head)
-    used = sorted(set(batch.sampled_from))
-    if len(used) < len(input_ids):
-        step.rows = to_device(used or [0], input_ids.device)  # oneDNN cannot multiply matrices without rows
+    used, device = sorted(set(batch.sampled_from)), input_ids.device
+    # Those of all tokens are for log-probabilities of prompts, or for the next stage.
+    keeps_all = head is None or wants_prompt_logprobs(batch, table)
+    if not keeps_all and len(used) < len(input_ids):
+        step.rows = to_device(used or [0], device)  # oneDNN cannot multiply matrices without rows
     hidden = model(input_ids, step)
-    return Output(_logits(head, hidden, used, batch) if used else None)
-
-
-def _run_all_rows(
-    model: Callable[[Tensor, StepContext], Tensor],
-    batch: Batch,
-    input_ids: Tensor,
-    step: StepContext,
-    head: Callable[[Tensor], Tensor] | None,
-) -> Output:
-    """Like `run_model`, but with the hidden states of all tokens: for log-probabilities of prompts, or for the next
-    stage."""
-    hidden = model(input_ids, step)
-    if head is None or not batch.sampled_from:
-        return Output(None, hidden)
-    used = sorted(set(batch.sampled_from))
-    return Output(_logits(head, hidden[to_device(used, hidden.device)], used, batch), hidden)
-
-
-def _logits(head: Callable[[Tensor], Tensor], hidden: Tensor, used: list[int], batch: Batch) -> Tensor:
-    """The logits of `batch.sampled_from`, computed from the hidden states of the tokens `used`. Completions that fork
-    from one prompt share its logits."""
-    logits = head(hidden)
-    if used == batch.sampled_from:
-        return logits
-    return logits[to_device(torch.from_numpy(np.searchsorted(used, batch.sampled_from)), hidden.device)]
+    whole = hidden if keeps_all else None
+    if head is None or not used:
+        return Output(None, whole)
+    logits = head(hidden[to_device(used, device)] if keeps_all else hidden)
+    if used != batch.sampled_from:  # completions that fork from one prompt share its logits
+        logits = logits[to_device(torch.from_numpy(np.searchsorted(used, batch.sampled_from)), device)]
+    return Output(logits, whole)
