@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.report import show_table, table_of
 from nanopage.kernels import attention_kernels, cache_write, floors, paged_attention, rotate_and_write
+from nanopage.kernels.reference import Scoring
 from nanopage.quantization import quantized_linear
 
 ARCHITECTURES = (75, 80, 90, 100)
@@ -162,7 +163,8 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
     q = torch.empty(1, one.group, one.head_dim, dtype=one.dtype, device="meta")
     kv_dtype = torch.float8_e4m3fn if one.cache else one.dtype
     cache = torch.empty(2, 1, 1, one.head_dim * one.block_size, dtype=kv_dtype, device="meta")
-    shape = q, cache, one.window, one.head_dim**-0.5, one.softcap, one.split, architecture
+    scoring = Scoring(one.window, softcap=one.softcap, sinks=q if one.sinks else None)
+    shape = q, cache, scoring, one.split, architecture
     if one.kernel == "write_kernel":
         constants = cache_write.write_options(q, cache)
     elif one.kernel == "floor_kernel":
@@ -178,8 +180,6 @@ def compile_ahead(one: Specialization, architecture: int) -> Resources:
         constants = paged_attention.decode_options(*shape)
     else:
         constants = paged_attention.merge_options(q)
-    if one.kernel in ATTENDING:
-        constants["SINKS"] = one.sinks
     data = "*" + DTYPES[one.dtype]
     types = {"k_ptr": data, "sink_ptr": data, "v_ptr": data, "q_ptr": data, "out_ptr": data, "slot_ptr": "*i64"}
     types["cache_ptr"] = "*fp8e4nv" if one.cache else data

@@ -40,7 +40,6 @@ MANY_ARGUMENTS = {
     *("llm.py: chat", "llm.py: generate"),  # vLLM's
     "kernels/rotate_and_write.py: rotate_and_write",
     "kernels/paged_attention.py: choose_prompt_splits",
-    *("kernels/paged_attention.py: decode", "kernels/paged_attention.py: prefill"),
 }
 
 # What the files of a folder, or a file, may never import, at their top or in a function.

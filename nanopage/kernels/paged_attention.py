@@ -66,16 +66,39 @@ class TritonAttention:
         """
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        scale = q.shape[2] ** -0.5 if scoring.scale is None else scoring.scale
-        options = scoring.window or 0, scale, scoring.softcap, *scoring.kv_scales, scoring.sinks
-        first = self.num_decodes
-        if first:
-            decode(q, kv_cache, self.block_tables, self.seq_lens, out, first, self.num_splits, *options)
-        if first < len(self.block_tables):
-            tables, query_start, seq_lens = self.block_tables[first:], self.query_start[first:], self.seq_lens[first:]
-            inputs = q, kv_cache, tables, query_start, seq_lens, out
-            prefill(*inputs, first, self.max_query_len, self.prompt_splits, *options)
+        if self.num_decodes:
+            self._decode(q, kv_cache, scoring, out)
+        if self.num_decodes < len(self.block_tables):
+            self._prefill(q, kv_cache, scoring, out)
         return out
+
+    def _decode(self, q: Tensor, kv_cache: Tensor, scoring: Scoring, out: Tensor) -> None:
+        """Compute the first `num_decodes` rows of out, one for each sequence."""
+        num_rows, num_splits, tables, split = self.num_decodes, self.num_splits, self.block_tables, self.num_splits > 1
+        options = decode_options(q, kv_cache, scoring, split, architecture_of(q.device))
+        partial, lse = split_results(q, num_rows, num_splits) if split else (out, out)  # placeholders
+        decode_kernel[num_rows, kv_cache.shape[2], num_splits](
+            q, kv_cache, tables, self.seq_lens, out, partial, lse, *q.stride()[:2], tables.stride(0),
+            *kv_cache.stride()[:3], num_splits, *scoring.kv_scales, q if scoring.sinks is None else scoring.sinks,
+            **options,
+        )  # fmt: skip
+        if split:
+            merge(partial, lse, out[:num_rows])
+
+    def _prefill(self, q: Tensor, kv_cache: Tensor, scoring: Scoring, out: Tensor) -> None:
+        """Compute the other rows of out, any number for each sequence."""
+        first, num_splits, split = self.num_decodes, self.prompt_splits, self.prompt_splits > 1
+        tables, query_start, seq_lens = self.block_tables[first:], self.query_start[first:], self.seq_lens[first:]
+        options = prefill_options(q, kv_cache, scoring, split, architecture_of(q.device))
+        num_tiles = triton.cdiv(self.max_query_len, options["ROWS"] // options["GROUP"])
+        partial, lse = split_results(q, len(q) - first, num_splits) if split else (out, out)  # placeholders
+        prefill_kernel[num_tiles * num_splits, kv_cache.shape[2], len(tables)](
+            q, kv_cache, tables, query_start, seq_lens, out, partial, lse, *q.stride()[:2], tables.stride(0),
+            *kv_cache.stride()[:3], num_splits, *scoring.kv_scales, q if scoring.sinks is None else scoring.sinks,
+            **options,
+        )  # fmt: skip
+        if split:
+            merge(partial, lse, out[first:])
 
 
 def make_attention(
@@ -142,66 +165,6 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def decode(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    out: Tensor,
-    num_decodes: int,
-    num_splits: int,
-    window: int,
-    scale: float,
-    softcap: float,
-    k_scale: float,
-    v_scale: float,
-    sinks: Tensor | None,
-) -> None:
-    """Compute the first `num_decodes` rows of out, one for each sequence. A window of 0 means none."""
-    split = num_splits > 1
-    options = decode_options(q, kv_cache, window, scale, softcap, split, architecture_of(q.device))
-    partial, lse = split_results(q, num_decodes, num_splits) if split else (out, out)  # placeholders
-    decode_kernel[num_decodes, kv_cache.shape[2], num_splits](
-        q, kv_cache, block_tables, seq_lens, out, partial, lse, q.stride(0), q.stride(1), block_tables.stride(0),
-        *kv_cache.stride()[:3], num_splits, k_scale, v_scale,
-        q if sinks is None else sinks, SINKS=sinks is not None, **options,
-    )  # fmt: skip
-    if split:
-        merge(partial, lse, out[:num_decodes])
-
-
-def prefill(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    out: Tensor,
-    num_decodes: int,
-    max_query_len: int,
-    num_splits: int,
-    window: int,
-    scale: float,
-    softcap: float,
-    k_scale: float,
-    v_scale: float,
-    sinks: Tensor | None,
-) -> None:
-    """Compute the rows of out from `num_decodes` on, any number for each sequence. The rows of the first sequence begin
-    at query_start[0]. A window of 0 means none."""
-    split = num_splits > 1
-    options = prefill_options(q, kv_cache, window, scale, softcap, split, architecture_of(q.device))
-    num_tiles = triton.cdiv(max_query_len, options["ROWS"] // options["GROUP"])
-    partial, lse = split_results(q, len(q) - num_decodes, num_splits) if split else (out, out)  # placeholders
-    prefill_kernel[num_tiles * num_splits, kv_cache.shape[2], len(block_tables)](
-        q, kv_cache, block_tables, query_start, seq_lens, out, partial, lse, q.stride(0), q.stride(1),
-        block_tables.stride(0), *kv_cache.stride()[:3], num_splits, k_scale, v_scale,
-        q if sinks is None else sinks, SINKS=sinks is not None, **options,
-    )  # fmt: skip
-    if split:
-        merge(partial, lse, out[num_decodes:])
-
-
 def split_results(q: Tensor, num_tokens: int, num_splits: int) -> tuple[Tensor, Tensor]:
     """Memory for what each split computes: outputs [num_tokens, heads, num_splits, head_dim] and log-sum-exps
     [num_tokens, heads, num_splits]."""
@@ -215,12 +178,10 @@ def merge(partial: Tensor, lse: Tensor, out: Tensor) -> None:
     merge_kernel[num_tokens, num_heads](partial, lse, out, num_splits, **merge_options(out))
 
 
-def decode_options(
-    q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, split: bool, architecture: int
-) -> dict[str, Any]:
+def decode_options(q: Tensor, kv_cache: Tensor, scoring: Scoring, split: bool, architecture: int) -> dict[str, Any]:
     """The constants that decode_kernel is specialized on, and its warps and stages. `architecture`: see
     architecture_of."""
-    options = _options(q, kv_cache, window, scale, softcap, architecture)
+    options = _options(q, kv_cache, scoring, architecture)
     row_bytes = _row_bytes(q.shape[2], q.dtype, architecture)
     tile = min(max(TILE_BYTES // row_bytes, 16), 128)
     rows = max(16, triton.next_power_of_2(options["GROUP"]))
@@ -229,11 +190,9 @@ def decode_options(
     return options | {"num_warps": 8 if row_bytes > 512 else 4, "num_stages": stages}
 
 
-def prefill_options(
-    q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, split: bool, architecture: int
-) -> dict[str, Any]:
+def prefill_options(q: Tensor, kv_cache: Tensor, scoring: Scoring, split: bool, architecture: int) -> dict[str, Any]:
     """The same for prefill_kernel."""
-    options = _options(q, kv_cache, window, scale, softcap, architecture)
+    options = _options(q, kv_cache, scoring, architecture)
     rows, tile = prefill_tile(options["GROUP"], q.shape[2], q.dtype, architecture)
     options |= {"ROWS": rows, "TILE": tile, "SPLIT": split, "LEAST": triton.cdiv(PROMPT_SPLIT_TOKENS, tile)}
     return options | {"num_warps": 8, "num_stages": PROMPT_STAGES if architecture >= 80 else 3}
@@ -257,9 +216,7 @@ def merge_options(out: Tensor) -> dict[str, Any]:
     return {"HEAD_DIM": out.shape[2], "LANES": _lanes(out.shape[2]), "MERGED": MERGED, "num_warps": 4}
 
 
-def _options(
-    q: Tensor, kv_cache: Tensor, window: int, scale: float, softcap: float, architecture: int
-) -> dict[str, Any]:
+def _options(q: Tensor, kv_cache: Tensor, scoring: Scoring, architecture: int) -> dict[str, Any]:
     """The constants of both kernels."""
     head_dim = q.shape[2]
     return {
@@ -267,9 +224,10 @@ def _options(
         "HEAD_DIM": head_dim,
         "LANES": _lanes(head_dim),
         "BLOCK_SIZE": kv_cache.shape[3] // head_dim,  # a power of two
-        "WINDOW": window,
-        "SCALE": scale,
-        "SOFTCAP": softcap,
+        "WINDOW": scoring.window or 0,  # 0: none
+        "SCALE": head_dim**-0.5 if scoring.scale is None else scoring.scale,
+        "SOFTCAP": scoring.softcap,
+        "SINKS": scoring.sinks is not None,
         # three products of TF32 for one of float32; the relative error is about 2^-22
         "PRECISION": "tf32x3" if architecture >= 80 and q.dtype == torch.float32 else "ieee",
     }
