@@ -5,7 +5,6 @@ a group and are padded to the largest of them. A group is cut into tiles of TILE
 the keys that lie behind a tile's last query.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -38,20 +37,6 @@ class Chunks(NamedTuple):
     rows: Tensor
     num_keys: int
     tiles: list[tuple[int, int, int, int, Tensor | None]]
-
-
-def chunks_of(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_lens: Tensor, seq_lens: Tensor, window: int | None
-) -> Iterator[tuple[Chunks, Tensor]]:
-    """The groups of a step's chunks, each with its part of the block tables, [chunks, blocks].
-
-    Args: as in `reference.paged_attention`.
-    """
-    num_heads, head_dim = q.shape[1:]
-    block_size = kv_cache.shape[3] // head_dim
-    lengths = tuple(query_lens.tolist()), tuple(seq_lens.tolist())
-    for chunks in group_chunks(*lengths, num_heads, kv_cache.shape[2] * head_dim, window, q.dtype, q.device):
-        yield chunks, block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)]
 
 
 @lru_cache(maxsize=4)  # every layer of a step with the same window needs the same groups

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanopage.kernels.chunks import Chunks, chunks_of
+from nanopage.kernels.chunks import Chunks, group_chunks
 from nanopage.kernels.reference import PLAIN, Scoring
 from nanopage.state.pages import gather, write
 
@@ -46,9 +46,10 @@ class GroupedAttention:
         """Slots after a sequence's end in its last block are read and masked: they must hold finite values."""
         if out is None:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        sequences = self.block_tables, self.query_lens, self.seq_lens
-        for chunks, tables in chunks_of(q, kv_cache, *sequences, scoring.window):
-            attend_chunks(chunks, q, kv_cache, tables, out, scoring)
+        lengths = tuple(self.query_lens.tolist()), tuple(self.seq_lens.tolist())
+        sizes = q.shape[1], kv_cache.shape[2] * q.shape[2]
+        for chunks in group_chunks(*lengths, *sizes, scoring.window, q.dtype, q.device):
+            attend_chunks(chunks, q, kv_cache, self.block_tables, out, scoring)
         return out
 
 
@@ -60,11 +61,13 @@ def attend_chunks(
     out: Tensor,
     scoring: Scoring,
 ) -> None:
-    """Causal attention of the chunks' queries over block_tables [chunks, blocks]. Fills their rows of `out` [T, heads,
+    """Causal attention of the chunks' queries over the pages of their sequences. Fills their rows of `out` [T, heads,
     head_dim]."""
     scale, v_scale = scoring.for_cache(kv_cache, q.shape[2])
     kv_heads, head_dim = kv_cache.shape[2], q.shape[2]
-    k, v = (pages.to(q.dtype) for pages in gather(kv_cache, block_tables, head_dim))
+    block_size = kv_cache.shape[3] // head_dim
+    tables = block_tables[chunks.sequences, : -(-chunks.num_keys // block_size)]
+    k, v = (pages.to(q.dtype) for pages in gather(kv_cache, tables, head_dim))
     count = len(k)
     k, v = k.flatten(0, 1), v.flatten(0, 1)  # [chunks * kv_heads, head_dim, keys] and [.., keys, head_dim]
     first_row = int(chunks.rows[0, 0])

@@ -236,11 +236,8 @@ class TestTiles:
         queries, lengths = tuple(queries.tolist()), tuple(lengths.tolist())
         groups = group_chunks(queries, lengths, q.shape[1], 2 * 16, window, q.dtype, q.device)
         for chunks in groups:
-            attend_chunks(chunks, q, pool.cache, self.tables_of(chunks, block_tables, pool), out, Scoring())
+            attend_chunks(chunks, q, pool.cache, block_tables, out, Scoring())
         return out, groups
-
-    def tables_of(self, chunks, block_tables, pool):
-        return block_tables[chunks.sequences, : -(-chunks.num_keys // pool.block_size)]
 
     @pytest.mark.parametrize("window", [None, 1, 5, 100])
     @pytest.mark.parametrize("group", [1, 3])
