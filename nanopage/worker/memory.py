@@ -18,7 +18,6 @@ from nanopage.models.decoder import Decoder
 from nanopage.params import MAX_LOGPROBS
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.layer_kinds import BlockNeeds
-from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, BlockUpdate, Capacity, NewSequence, SamplingSettings
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager
@@ -48,8 +47,7 @@ def measure_step(setup: Setup, wings: Wings, model: Decoder, sample_all: Callabl
     config, device, kinds, most = setup.config, setup.device, setup.kinds, setup.longest
     vocab_size, budget = setup.model_config.vocab_size, config.token_budget(device.type)
     cache = KVCache(setup.part, 1, config.block_size, setup.kv_dtype, device, kinds=kinds)
-    shape = config.max_num_seqs + 1, most, config.block_size, vocab_size
-    table = SequenceTable(*shape, device, config.enable_lora, kinds.windows)
+    table = setup.make_table(most)
     table_bytes = table.num_bytes
     eager = wings.wrap(Eager(model, cache, table, setup.make_attention))
     runner = ModelRunner(model, cache, table, [eager], sample_all)

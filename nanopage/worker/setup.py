@@ -10,6 +10,7 @@ from nanopage.config.options import EngineConfig
 from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.layers.attention import Attention
 from nanopage.state.layer_kinds import BlockNeeds, LayerKinds
+from nanopage.state.sequence_table import SequenceTable
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Setup:
         """How many blocks sequences take."""
         config = self.config
         return BlockNeeds(self.kinds.windows, config.block_size, config.token_budget(self.device.type))
+
+    def make_table(self, max_model_len: int) -> SequenceTable:
+        """A table for as many sequences as run at once, and one more."""
+        config, vocab_size = self.config, self.model_config.vocab_size
+        shape = config.max_num_seqs + 1, max_model_len, config.block_size, vocab_size
+        return SequenceTable(*shape, self.device, config.enable_lora, self.kinds.windows)
 
     def make_attention(self, plain: GroupedAttention) -> Attention:
         """The attention of a step on a GPU, for the layers of one kind."""

@@ -11,7 +11,6 @@ from nanopage.device import GIB
 from nanopage.models.decoder import Decoder
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.layer_kinds import STATE
-from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, Capacity
 from nanopage.worker.jit import compile_model
 from nanopage.worker.memory import block_bytes, measure_capacity, measure_step
@@ -50,15 +49,7 @@ class Worker:
             setup.part, self.capacity.num_blocks, config.block_size, setup.kv_dtype, device,
             self.capacity.num_host_blocks, setup.kinds,
         )  # fmt: skip
-        table = SequenceTable(
-            config.max_num_seqs + 1,
-            self.capacity.max_model_len,
-            config.block_size,
-            setup.model_config.vocab_size,
-            device,
-            config.enable_lora,
-            setup.kinds.windows,
-        )
+        table = setup.make_table(self.capacity.max_model_len)
         table.items = wings.items
         made = self.model, self.kv_cache, table
         ways, self.way, self.compiled = list_ways(setup, wings, *made, sample_all)
