@@ -172,9 +172,13 @@ def floor_kernel(
 def find_floors(
     logits: Tensor, rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """`truncation.find_floors` by a Triton kernel. A row that is not truncated costs a program that returns at once.
+    """The floor of each row: float32 or float64 [B]. -inf if its temperature is 0, or nothing truncates it: such a row
+    costs a program that returns at once.
 
-    Args: logits: contiguous.
+    Args:
+        logits: [B, vocab_size], of any floating type, contiguous.
+        rows: of the sequence table, int64 [B].
+        temperature, top_k, top_p, min_p: of all rows of the sequence table.
     """
     num_rows = logits.shape[0]  # len() would compile the number in
     floors = logits.new_empty(num_rows, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -14,7 +14,6 @@ other, so that noise is computed only for the rows that use it. On a GPU, one co
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,9 +28,7 @@ from nanopage.sampling.noise import gumbel_noise
 from nanopage.sampling.penalties import Penalties
 from nanopage.sampling.samples import Samples
 from nanopage.sampling.truncation import sample_truncated
-
-if TYPE_CHECKING:
-    from nanopage.state.sequence_table import SequenceTable
+from nanopage.state.sequence_table import SequenceTable
 
 
 class Sampler:
@@ -42,7 +39,7 @@ class Sampler:
         sample_all: `sample_rows` with its first argument given, on a GPU. None: sample each kind of rows by itself.
     """
 
-    def __init__(self, table: "SequenceTable", sample_all: Callable[..., Tensor] | None = None):
+    def __init__(self, table: SequenceTable, sample_all: Callable[..., Tensor] | None = None):
         self.table, self.sample_all = table, sample_all
         self.constraints, self.penalties = Constraints(table), Penalties(table)
 
@@ -133,7 +130,7 @@ def sample_rows(
     A GPU runs this, in CUDA graphs and in other steps. Nothing in it depends on values on the host.
 
     Args:
-        find_floors: finds the smallest logits that may be sampled, as `truncation.find_floors` does.
+        find_floors: finds the smallest logits that may be sampled, as `kernels.floors.find_floors` does.
         logits: [B, vocab_size], of any floating type.
         rows: of the sequence table, int64 [B].
         positions: of the tokens to be sampled, int64 [B].

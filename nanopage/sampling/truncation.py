@@ -54,25 +54,6 @@ def truncate(logits: Tensor, temperatures: Tensor, limits: list[Tensor]) -> tupl
         size *= 8
 
 
-def find_floors(
-    logits: Tensor, rows: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
-    """The floor of each row, by sorting: float32 or float64 [B]. Tokens whose logit is at least this may be sampled.
-
-    Args:
-        logits: [B, vocab_size], of any floating type.
-        rows: of the sequence table, int64 [B].
-        temperature, top_k, top_p, min_p: of all rows of the sequence table.
-
-    A row whose temperature is 0 has a floor of -inf.
-    """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    temperature, limits = temperature[rows], [limit[rows] for limit in (top_k, top_p, min_p)]
-    values = logits.sort(dim=-1, descending=True).values
-    floors, _ = floors_among(values, logits, temperature, limits)
-    return torch.where(temperature > 0, floors.squeeze(1), -torch.inf)
-
-
 def floors_among(values: Tensor, logits: Tensor, temperatures: Tensor, limits: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The floors of rows according to their largest logits, and whether these include all that is kept.
 

@@ -13,11 +13,11 @@ import torch
 from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_a_cpu import floors_by_sorting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopage.kernels import floors as kernel
-from nanopage.sampling import truncation
 from nanopage.sampling.sampler import Sampler, sample_rows
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, Batch, NewSequence, SamplingSettings
@@ -127,7 +127,7 @@ def test_the_vocabularies_of_llama_and_qwen():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("find_floors", [kernel.find_floors, truncation.find_floors])
+@pytest.mark.parametrize("find_floors", [kernel.find_floors, floors_by_sorting])
 def test_rows_that_are_not_truncated_have_no_floor(find_floors):
     logits = random_logits(np.random.default_rng(0), 4, 300, 2.0, torch.float32)
     rows = [{}, {"temperature": 0.0, "top_k": 3, "top_p": 0.1}, {"top_k": 3}, {"temperature": 0.0}]
@@ -183,7 +183,7 @@ def test_a_cpu_and_the_kernel_sample_the_same_tokens(dtype, vocab_size):
     logits[12, 7] = INF
     expected = sampler_of(30, vocab_size)(logits, rows, positions).result()[0]
     assert [expected[row] for row in (13, 22, 12)] == [NO_TOKEN] * 3
-    for find_floors in (kernel.find_floors, truncation.find_floors):
+    for find_floors in (kernel.find_floors, floors_by_sorting):
         at_once = sampler_of(30, vocab_size, find_floors, DEVICE)
         assert at_once(logits.to(DEVICE), rows, positions).result()[0] == expected
 

@@ -11,12 +11,13 @@ import torch
 from helpers import LONG, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_a_cpu import floors_by_sorting
 from scipy import stats
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanopage.kernels import floors
 from nanopage.sampling import dry as dry_stage
-from nanopage.sampling import sampler, samples, truncation
+from nanopage.sampling import sampler, samples
 from nanopage.sampling.argmax import argmax
 from nanopage.sampling.dry import count_first
 from nanopage.sampling.logprobs import make_tables, top_logprobs
@@ -31,7 +32,7 @@ INF = float("inf")
 P_VALUE = 1e-4
 BIG_VOCAB = 3000  # more than CANDIDATES, so that truncation has to look at more than its first guess
 CPU = torch.device("cpu")
-BY_SORTING = functools.partial(sample_rows, truncation.find_floors)  # all rows at once, as on a GPU
+BY_SORTING = functools.partial(sample_rows, floors_by_sorting)  # all rows at once, as on a GPU
 BY_KERNEL = functools.partial(sample_rows, floors.find_floors)
 
 

@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from on_a_cpu import floors_by_sorting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopage.sampling import constraints, penalties, sampler, samples
 from nanopage.sampling.sampler import Sampler, sample_rows
-from nanopage.sampling.truncation import find_floors
 from nanopage.state import sampling_table, sequence_table
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch, NewSequence, SamplingSettings
@@ -60,7 +60,7 @@ def make_sampler(num_rows: int, length: int, settings: dict, device=CPU) -> Samp
     made = SequenceTable(num_rows + 1, length + 5, 16, VOCAB_SIZE, device)
     settings = SamplingSettings(**settings)
     made.update(Batch(new=[NewSequence(row, [row % VOCAB_SIZE] * length, 3, row, settings) for row in range(num_rows)]))
-    return Sampler(made, partial(sample_rows, find_floors))
+    return Sampler(made, partial(sample_rows, floors_by_sorting))
 
 
 def run_step(sample: Sampler, position: int) -> None:

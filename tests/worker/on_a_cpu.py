@@ -7,14 +7,22 @@ import torch
 from nanopage.kernels.grouped_attention import GroupedAttention
 from nanopage.kernels.reference import PLAIN
 from nanopage.sampling.sampler import sample_rows
-from nanopage.sampling.truncation import find_floors
+from nanopage.sampling.truncation import floors_among
 from nanopage.state import pages
 from nanopage.worker import cuda_graphs, jit
 from nanopage.worker.cuda_graphs import CUDAGraphs, no_wrap
 
 
 def make_sample_all(uses_triton=False, wrap=no_wrap):
-    return cuda_graphs.make_sample_all(wrap) if uses_triton else partial(wrap(sample_rows), find_floors)
+    return cuda_graphs.make_sample_all(wrap) if uses_triton else partial(wrap(sample_rows), floors_by_sorting)
+
+
+def floors_by_sorting(logits, rows, temperature, *limits):
+    """As `kernels.floors.find_floors`."""
+    logits, temperature = logits.to(torch.promote_types(logits.dtype, torch.float32)), temperature[rows]
+    values = logits.sort(dim=-1, descending=True).values
+    floors, _ = floors_among(values, logits, temperature, [limit[rows] for limit in limits])
+    return torch.where(temperature > 0, floors.squeeze(1), -torch.inf)
 
 
 def graphs_for(model, kv_cache, table, uses_triton=False, sample_all=None, **options):
