@@ -11,8 +11,6 @@ Like the other penalties, it is computed from the sequence table alone, where dr
 is bounded: MOST_TOKENS earlier places are compared with the last LONGEST_MATCH tokens.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,21 +18,14 @@ from torch.nn.functional import pad
 
 from nanopage.device import to_device
 from nanopage.params import LONGEST_MATCH
-
-if TYPE_CHECKING:
-    from nanopage.state.sequence_table import SequenceTable
+from nanopage.state.sequence_table import SequenceTable
 
 MOST_TOKENS = 2048  # of the output, the last ones
 
 
-def apply_dry(table: "SequenceTable", logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
-    """Apply DRY to the rows of a sequence table that have it, in place. Does not synchronize with the device.
-
-    Args:
-        logits: [B, vocab_size], contiguous.
-        rows: of the table, [B].
-        positions: of the tokens to be sampled, [B].
-    """
+def apply_dry(table: SequenceTable, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
+    """Apply DRY to the rows of a table that have it, in place. Does not synchronize with the device. Args: as of
+    `Constraints.apply`."""
     lengths = np.minimum(positions - table.num_prompt_tokens[rows], MOST_TOKENS)
     which = np.flatnonzero(table.sampling.dry[rows] & (lengths > 1))  # P rows of the logits
     if not len(which):

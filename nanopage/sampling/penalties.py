@@ -6,16 +6,12 @@ from step to step that a fork, a preemption or a failed step would have to keep 
 few hundred bytes of memory traffic; attention reads many kilobytes for it.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanopage.device import to_device
-
-if TYPE_CHECKING:
-    from nanopage.state.sequence_table import SequenceTable
+from nanopage.state.sequence_table import SequenceTable
 
 
 class Penalties:
@@ -26,18 +22,12 @@ class Penalties:
     about 100 bytes for each token of the sequences that have penalties.
     """
 
-    def __init__(self, table: "SequenceTable"):
+    def __init__(self, table: SequenceTable):
         self.table = table
         self._counts: Tensor | None = None  # int32 [at least rows * vocab_size], to count in; nothing is kept in it
 
     def apply(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Apply penalties in place. Does not synchronize with the device.
-
-        Args:
-            logits: [B, vocab_size], contiguous.
-            rows: of the sequence table, [B].
-            positions: of the tokens to be sampled, [B].
-        """
+        """Apply penalties in place. Does not synchronize with the device. Args: as of `Constraints.apply`."""
         table, sampling, vocab_size = self.table, self.table.sampling, logits.shape[1]
         which = np.flatnonzero(sampling.penalized[rows])  # P rows of the logits, whose sequences have N tokens together
         if not len(which):
