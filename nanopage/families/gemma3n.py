@@ -26,7 +26,6 @@ from nanopage.families.gemma4 import (
     Gemma4Decoder,
     Gemma4Layer,
     kv_sources,
-    linked_layers,
     rename,
     text_fields,
 )
@@ -107,7 +106,7 @@ def make_layer(config: ModelConfig, index: int) -> nn.Module:
 
 
 def make_model(config: ModelConfig) -> Decoder:
-    return Gemma3nDecoder(config, linked_layers(config, make_layer))
+    return Gemma3nDecoder(config, [make_layer(config, index) for index in range(config.num_layers)])
 
 
 class Gemma3nDecoder(Gemma4Decoder):

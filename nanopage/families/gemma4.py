@@ -13,7 +13,6 @@ The tensors of images and sounds are left out.
 """
 
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from nanopage.families.gemma2 import Gemma2Layer, gemma_config, window_pattern
 from nanopage.families.gemma3 import require_window
 from nanopage.families.qwen3_5 import text_fields as fields_of_text
 from nanopage.files.model_files import shown
-from nanopage.layers.attention import Scoring, StepContext
+from nanopage.layers.attention import StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS, MLP
@@ -173,17 +172,8 @@ def make_layer(config: ModelConfig, index: int) -> nn.Module:
 
 
 def make_model(config: ModelConfig) -> Decoder:
-    layers = linked_layers(config, make_layer)
-    return Gemma4Decoder(config, layers) if config.mixer["input_size"] else Decoder(config, layers)
-
-
-def linked_layers(config: ModelConfig, make_layer: Callable[[ModelConfig, int], Any]) -> list[Any]:
-    """All layers. Those that share K and V know whose they are."""
     layers = [make_layer(config, index) for index in range(config.num_layers)]
-    for layer, source in zip(layers, config.kv_sources, strict=bool(config.kv_sources)):
-        if layer.self_attn.is_shared:
-            layer.self_attn.source = [layers[source].self_attn]  # in a list: it is no part of the layer
-    return layers
+    return Gemma4Decoder(config, layers) if config.mixer["input_size"] else Decoder(config, layers)
 
 
 class Gemma4Decoder(Decoder):
@@ -262,14 +252,15 @@ class Gemma4Layer(Gemma2Layer):
 
 
 class Gemma4Attention(SelfAttention):
-    """is_shared: whether it has only queries, and attends to K and V of another layer."""
+    """source: the layer whose K and V it attends to. is_shared: whether that is another one, so that it has only
+    queries."""
 
     q_norm: RMSNorm
 
     def __init__(self, config: ModelConfig, index: int):
-        self.source: list[SelfAttention] = []
         super().__init__(config, index, config.attention_bias, config.attention_bias)
-        self.is_shared, self.eps = bool(config.kv_sources) and config.kv_sources[index] != index, config.rms_norm_eps
+        self.source = config.kv_sources[index] if config.kv_sources else index
+        self.is_shared, self.eps = self.source != index, config.rms_norm_eps
         k_is_v = config.mixer["k_is_v"] and config.sliding_windows[index] is None
         names = ["q_proj"] if self.is_shared else ["q_proj", "k_proj"] if k_is_v else [*self.qkv_proj.parts]
         parts = {name: self.qkv_proj.parts[name] for name in names}
@@ -277,17 +268,6 @@ class Gemma4Attention(SelfAttention):
         self.q_norm = make_norm(config, self.head_dim)
         if not self.is_shared:
             self.k_norm = make_norm(config, self.head_dim)
-
-    @property
-    def scoring(self) -> Scoring:
-        """With the scales of the K and V that it attends to."""
-        if not self.source:
-            return self._scoring
-        return Scoring(self._scoring.window, self._scoring.scale, kv_scales=self.source[0].scoring.kv_scales)
-
-    @scoring.setter
-    def scoring(self, scoring: Scoring) -> None:
-        self._scoring = scoring
 
     def heads(self, x: Tensor) -> Tensor:
         heads = super().heads(x)

@@ -342,17 +342,17 @@ def _wanted(model: Decoder) -> dict[str, Tensor]:
 
 
 def set_kv_scale(model: Decoder, layer: int, kind: str, scale: float, name: str) -> None:
-    """Set the scale of K or V ("k" or "v") of a layer. Raises: ValueError, which begins with `name`."""
+    """Set the scale of K or V ("k" or "v") of a layer, and of those that share them. Raises: ValueError, which begins
+    with `name`."""
     if layer >= len(model.layers):
         raise ValueError(f"{name} belongs to no layer: the model has {len(model.layers)}")
     if not 0 < scale < math.inf:
         raise ValueError(f"{name} is {scale}: a scale must be finite and above 0")
-    attention: Any = getattr(model.layers[layer], "self_attn", None)
-    if attention is None:
-        return  # another stage has the layer
-    k_scale, v_scale = attention.scoring.kv_scales
-    scales = (scale, v_scale) if kind == "k" else (k_scale, scale)
-    attention.scoring = replace(attention.scoring, kv_scales=scales)
+    for index, each in enumerate(model.layers):
+        part: Any = getattr(each, "self_attn", None)  # None: another stage has the layer
+        if part is not None and getattr(part, "source", index) == layer:
+            k_scale, v_scale = part.scoring.kv_scales
+            part.scoring = replace(part.scoring, kv_scales=(scale, v_scale) if kind == "k" else (k_scale, scale))
 
 
 def _with_tied_head(wanted: dict[str, Tensor]) -> dict[str, Tensor]:
