@@ -6,7 +6,7 @@ or start a long loop.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from nanopage.files.model_files import shown
 from nanopage.files.safetensors_checkpoint import MAX_FUSED_EXPERTS
@@ -214,14 +214,18 @@ class Fields:
         window = self.size("sliding_window", default)
         kinds = self.values.get("layer_types") if kinds is None else kinds
         if kinds is not None:
-            known = isinstance(kinds, list) and all(kind in ("full_attention", "sliding_attention") for kind in kinds)
-            if not known or len(kinds) != num_layers:
-                raise self.unsupported("layer_types", f"{shown(kinds)} of {num_layers} layers")
+            kinds = self.kinds("layer_types", kinds, num_layers, ("full_attention", "sliding_attention"))
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
         first = self.values.get("max_window_layers", from_layer) if from_layer else 0
         if not isinstance(first, int) or isinstance(first, bool) or first < 0:
             raise self.error("max_window_layers", f"must be an integer of at least 0, got {shown(first)}")
         return tuple(window if layer >= first else None for layer in range(num_layers))
+
+    def kinds(self, name: str, kinds: Any, num_layers: int, known: tuple[str, ...]) -> list[str]:
+        """`kinds`, the value of a field or its default: for each layer, one of `known`."""
+        if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in known for kind in kinds):
+            raise self.unsupported(name, f"{shown(kinds)} of {num_layers} layers")
+        return kinds
 
     def num_labels(self) -> int:
         """How many classes a model has: transformers writes their names, unless there are two without names."""

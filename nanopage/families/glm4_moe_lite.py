@@ -21,9 +21,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in deepseek.py."""
     num_layers, first = fields.size("num_hidden_layers"), fields.values.get("first_k_dense_replace", 1)
     kinds = fields.values.get("mlp_layer_types") or ["dense", *["sparse"] * (num_layers - 1)]
-    known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
-    if not known or len(kinds) != num_layers:
-        raise fields.unsupported("mlp_layer_types", f"{shown(kinds)} of {num_layers} layers")
+    fields.kinds("mlp_layer_types", kinds, num_layers, ("dense", "sparse"))
     if first != 1:  # transformers reads mlp_layer_types only
         raise fields.unsupported("first_k_dense_replace", shown(first), [1])
     fields = replace(fields, values=fields.values | {"first_k_dense_replace": first})

@@ -91,9 +91,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     for name in ("layer_types", "layers_block_type"):
         if (kinds := fields.values.get(name)) is not None:
-            if not isinstance(kinds, list) or len(kinds) != num_layers or not all(str(kind) in KINDS for kind in kinds):
-                raise fields.unsupported(name, f"{shown(kinds)} of {num_layers} layers")
-            return tuple(KINDS[kind] for kind in kinds)
+            return tuple(KINDS[kind] for kind in fields.kinds(name, kinds, num_layers, (*KINDS,)))
     return (STATE,) * num_layers
 
 

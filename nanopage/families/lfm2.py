@@ -63,13 +63,7 @@ def _kinds(fields: Fields, num_layers: int) -> list[str]:
         raise fields.error("full_attn_idxs", f"must be a list of layers, got {shown(attention)}")
     kinds = ["full_attention" if index in attention else "conv" for index in range(num_layers)]
     kinds = fields.values.get("layer_types") or kinds
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or any(kind not in ("full_attention", "conv") for kind in kinds)
-    ):
-        raise fields.unsupported("layer_types", f"{shown(kinds)} of {num_layers} layers")
-    return kinds
+    return fields.kinds("layer_types", kinds, num_layers, ("full_attention", "conv"))
 
 
 def _intermediate_size(fields: Fields) -> int:

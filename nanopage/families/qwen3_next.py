@@ -13,7 +13,6 @@ from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_experts
 from nanopage.families import qwen2_moe, qwen3
 from nanopage.families.qwen2_moe import make_mlp
-from nanopage.files.model_files import shown
 from nanopage.layers.linear import Linear
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
@@ -69,9 +68,7 @@ def read_layers(fields: Fields, num_kv_heads: int) -> dict[str, Any]:
     kinds = fields.values.get("layer_types")
     if kinds is None:
         kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
-    known = isinstance(kinds, list) and all(kind in ("full_attention", "linear_attention") for kind in kinds)
-    if not known or len(kinds) != num_layers:
-        raise fields.unsupported("layer_types", f"{shown(kinds)} of {num_layers} layers")
+    fields.kinds("layer_types", kinds, num_layers, ("full_attention", "linear_attention"))
     key_heads, key_dim = fields.size("linear_num_key_heads", 16), fields.size("linear_key_head_dim", 128)
     heads, value_dim = fields.size("linear_num_value_heads", 32), fields.size("linear_value_head_dim", 128)
     if heads % key_heads:
