@@ -255,10 +255,8 @@ class Compiled:
             self.layers, self.head = self._make_layers(chain, libraries), self._make_head(chain, libraries)
         except DamagedFile as damaged:
             self._set_aside(damaged.file)
-            return
         except (OSError, RuntimeError, AttributeError) as error:  # AttributeError: a library lacks a function
             self._give_up(f"the compiled code in {self.directory} cannot be loaded: {error}")
-            return
 
     def _make_layers(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledLayers:
         modules: list[Any] = list(self.model.layers)

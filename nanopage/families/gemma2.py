@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
 
 ARCHITECTURES = ("Gemma2ForCausalLM",)
@@ -80,8 +79,7 @@ class Gemma2Layer(DecoderLayer):
     """Norms precede and follow attention and the feed-forward layer."""
 
     def __init__(self, config: ModelConfig, self_attn: SelfAttention):
-        mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
-        super().__init__(config, self_attn, mlp)
+        super().__init__(config, self_attn)
         self.pre_feedforward_layernorm = make_norm(config)
         self.post_feedforward_layernorm = make_norm(config)
 

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("GraniteForCausalLM",)
@@ -38,14 +37,13 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
     attention = SelfAttention(config, index, config.attention_bias, config.attention_bias)
-    mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
-    return GraniteLayer(config, attention, mlp)
+    return GraniteLayer(config, attention)
 
 
 class GraniteLayer(DecoderLayer):
     """Multiplies what attention and the feed-forward layer add to x."""
 
-    def __init__(self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module):
+    def __init__(self, config: ModelConfig, self_attn: SelfAttention, mlp: nn.Module | None = None):
         super().__init__(config, self_attn, mlp)
         self.residual_scale = config.residual_scale
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
-from nanopage.layers.mlp import MLP
 from nanopage.layers.rotary import rotate
 from nanopage.models import llama
 from nanopage.models.decoder import DecoderLayer, SelfAttention
@@ -76,8 +75,7 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
     if config.architecture == "MinistralForCausalLM":
         return llama.make_layer(config, index)
-    mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
-    return DecoderLayer(config, Ministral3Attention(config, index), mlp)
+    return DecoderLayer(config, Ministral3Attention(config, index))
 
 
 class Ministral3Attention(SelfAttention):

@@ -26,14 +26,11 @@ GGUF_TENSORS = {
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    num_layers = fields.size("num_hidden_layers")
     num_experts, num_chosen = fields.size("num_local_experts", 8), fields.size("num_experts_per_tok", 2)
     experts = read_experts(fields, num_experts, num_chosen, fields.size("intermediate_size"))
     return {
         "num_kv_heads": fields.size("num_key_value_heads", 8),
-        "sliding_windows": (None,) * num_layers
-        if fields.values.get("sliding_window") is None
-        else fields.windows(num_layers, default=0),
+        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), default=None),
         "experts": replace(experts, place="block_sparse_moe.experts", parts=("w1", "w3", "w2")),
     }
 

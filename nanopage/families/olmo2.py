@@ -7,7 +7,6 @@ from torch import Tensor
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
 
 ARCHITECTURES = ("Olmo2ForCausalLM",)
@@ -40,8 +39,7 @@ class Olmo2Layer(DecoderLayer):
     """Norms follow attention and the feed-forward layer. None precedes them."""
 
     def __init__(self, config: ModelConfig, self_attn: SelfAttention):
-        mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
-        super().__init__(config, self_attn, mlp)
+        super().__init__(config, self_attn)
         del self.input_layernorm
         self.post_feedforward_layernorm = make_norm(config)
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("Qwen2ForCausalLM",)
@@ -24,5 +23,4 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
     attention = SelfAttention(config, index, qkv_bias=True)
-    mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
-    return DecoderLayer(config, attention, mlp)
+    return DecoderLayer(config, attention)

@@ -4,7 +4,6 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.layers.mlp import MLP
 from nanopage.layers.norm import RMSNorm
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
@@ -26,8 +25,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    mlp = MLP(config.hidden_size, config.intermediate_size, activation=config.activation)
-    return DecoderLayer(config, Qwen3Attention(config, index), mlp)
+    return DecoderLayer(config, Qwen3Attention(config, index))
 
 
 class Qwen3Attention(SelfAttention):

@@ -16,6 +16,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.layers.attention import Scoring, StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
+from nanopage.layers.mlp import MLP
 from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import RotaryEmbedding, rotate
 
@@ -94,14 +95,14 @@ def scale_logits(logits: Tensor, divisor: float, softcap: float) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each after a norm."""
+    """Attention and a feed-forward layer, each after a norm. Args: mlp: None: a feed-forward layer with a gate."""
 
-    def __init__(self, config: ModelConfig, self_attn: "SelfAttention", mlp: nn.Module):
+    def __init__(self, config: ModelConfig, self_attn: "SelfAttention", mlp: nn.Module | None = None):
         super().__init__()
         self.input_layernorm = make_norm(config)
         self.self_attn = self_attn
         self.post_attention_layernorm = make_norm(config)
-        self.mlp = mlp
+        self.mlp = mlp or MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """x [T, hidden_size] -> same; of the last layer, only the rows that `step.keep` keeps"""

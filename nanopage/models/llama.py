@@ -7,7 +7,6 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -31,5 +30,4 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
     attention = SelfAttention(config, index, config.attention_bias, config.attention_bias)
-    mlp = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias, config.activation)
-    return DecoderLayer(config, attention, mlp)
+    return DecoderLayer(config, attention)
