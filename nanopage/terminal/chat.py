@@ -18,9 +18,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from nanopage.terminal.log import say_log
-from nanopage.terminal.program import exit_code
-from nanopage.terminal.signals import interruptible, orderly_exit, unechoed
+from nanopage.terminal.program import run_command
+from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import say, say_error
 from nanopage.vllm.engine_args import takes_engine_options
@@ -89,10 +88,7 @@ def chat(
             return converse(load, model, instructions, changes, raw, plain, verbose, ctx.command_path, tools)
         return answer(load, model, question, instructions, raw, plain, as_json)
 
-    say_log(verbose)
-    with orderly_exit():
-        code = exit_code(work, verbose)
-    raise SystemExit(code)
+    run_command(work, verbose)
 
 
 def loader(options: dict, asked: dict, raw: bool) -> Callable:

@@ -4,9 +4,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from nanopage.terminal.log import say_log
-from nanopage.terminal.program import exit_code
-from nanopage.terminal.signals import orderly_exit
+from nanopage.terminal.program import run_command
 from nanopage.terminal.text import say
 from nanopage.vllm.engine_args import takes_engine_options
 
@@ -62,7 +60,4 @@ def compile_layers(
         say(f"compiled: {worker.compiled.directory}")
         return 0
 
-    say_log(verbose)
-    with orderly_exit():
-        code = exit_code(work, verbose)
-    raise SystemExit(code)
+    run_command(work, verbose)

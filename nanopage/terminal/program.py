@@ -2,8 +2,10 @@
 
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
-from nanopage.terminal.signals import leave_on_interrupt, raise_on_interrupt
+from nanopage.terminal.log import say_log
+from nanopage.terminal.signals import leave_on_interrupt, orderly_exit, raise_on_interrupt
 from nanopage.terminal.text import describe_error, discard, open_missing_streams, say_error
 
 
@@ -23,6 +25,14 @@ def run(app: Callable[[], int], answers: bool = True) -> int:
         return exit_code(program, verbose=False)
     finally:
         leave_on_interrupt()  # while Python ends
+
+
+def run_command(work: Callable[[], int], verbose: bool) -> NoReturn:
+    """Do the work of a command, show the engine's log, and exit with a code. A signal ends it in order."""
+    say_log(verbose)
+    with orderly_exit():
+        code = exit_code(work, verbose)
+    raise SystemExit(code)
 
 
 def exit_code(work: Callable[[], int], verbose: bool) -> int:

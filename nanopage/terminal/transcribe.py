@@ -13,9 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from nanopage.terminal.chat import decoded, refuse
-from nanopage.terminal.log import say_log
-from nanopage.terminal.program import exit_code
-from nanopage.terminal.signals import orderly_exit
+from nanopage.terminal.program import run_command
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import describe_error, printable, say, say_error, stderr
 from nanopage.vllm.engine_args import EngineArgs, takes_engine_options
@@ -91,10 +89,7 @@ def transcribe(
             llm.shutdown()
         return 1 if jobs.num_failed else 0
 
-    say_log(verbose)
-    with orderly_exit():
-        code = exit_code(work, verbose)
-    raise SystemExit(code)
+    run_command(work, verbose)
 
 
 def _targets(files: list[Path], output_format: str, directory: Path | None) -> dict[Path, Path | None]:
