@@ -154,11 +154,6 @@ class ModelConfig:
         own = self.num_kv_heads, self.head_dim
         return [own if window is not None else self.full_heads or own for window in self.sliding_windows]
 
-    @property
-    def state_size(self) -> int:
-        """How many numbers `state` is."""
-        return num_numbers(self.state)
-
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
         """The same for sequences of up to `max_model_len` tokens. None: for the model's own limit."""
         if max_model_len is None:

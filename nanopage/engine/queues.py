@@ -105,10 +105,6 @@ class Queues:
             group.metrics.finished_time = time.perf_counter()
             self.record("finished", group, reason=group.seqs[0].finish_reason or "")
 
-    def record_added(self, group: SequenceGroup) -> None:
-        """Record the event that a group has been added."""
-        self.record("added", group, tokens=group.seqs[0].num_prompt_tokens)
-
     def record(self, kind: str, group: SequenceGroup, **why: Any) -> None:
         """Record an event. Args: why: fields of the RequestEvent."""
         event, end = RequestEvent(kind, group.request_id, **why), len(self.events)

@@ -112,7 +112,7 @@ def restart(scheduler: Scheduler, groups: list[SequenceGroup]) -> None:
             if not seq.finished and (ending := _find_ending(group, seq)):
                 seq.finish_reason, seq.stop_reason = ending
         if group.last_event is None:
-            queues.record_added(group)
+            queues.record("added", group, tokens=group.seqs[0].num_prompt_tokens)
         elif group.last_event not in ("added", "preempted", "finished"):
             queues.record("preempted", group, reason="restart")
         group.status = Status.WAITING

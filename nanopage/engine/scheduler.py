@@ -90,7 +90,7 @@ class Scheduler:
     def add(self, group: SequenceGroup) -> None:
         self.queues.number(group)
         insort(self.queues.waiting, group, key=order)
-        self.queues.record_added(group)
+        self.queues.record("added", group, tokens=group.seqs[0].num_prompt_tokens)
 
     @property
     def waiting(self) -> list[SequenceGroup]:

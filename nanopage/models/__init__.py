@@ -18,11 +18,8 @@ NEEDED = ("ARCHITECTURES", "GGUF_ARCHITECTURE", "GGUF_TENSORS", "read_config", "
 def find_family(architecture: str) -> ModuleType | None:
     """The module of the family that has an architecture of config.json, such as "LlamaForCausalLM". Families of other
     packages are imported only if no family here has it. Raises: as `load_families`."""
-    for families in (own_families, other_families):
-        for family in families():
-            if architecture in family.ARCHITECTURES:
-                return family
-    return None
+    families = (family for load in (own_families, other_families) for family in load())
+    return next((family for family in families if architecture in family.ARCHITECTURES), None)
 
 
 def load_families() -> list[ModuleType]:

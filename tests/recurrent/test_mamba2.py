@@ -8,6 +8,7 @@ from helpers import Paged, assert_all_close, random_tokens, reference_logits, ti
 from safetensors.torch import load_file, save_file
 
 from nanopage.checks.fields import MAX_SIZES
+from nanopage.config.model import num_numbers
 from nanopage.config.rope import UNROTATED
 from nanopage.families import granite_hybrid, mamba2
 from nanopage.reading.config import config_from_dict
@@ -49,7 +50,7 @@ def test_the_fields_of_mamba2():
     assert config.max_position_embeddings == 2**18
     assert Mamba2Config(**json.loads(json.dumps(config.mixer))).time_step_limit == [0, None]
     in_block = 2 * config.num_kv_heads * config.head_dim * mamba2.BLOCK
-    assert config.state_size <= in_block < config.state_size * 1.1
+    assert (size := num_numbers(config.state)) <= in_block < size * 1.1
     assert config_from_dict(MAMBA2 | {"max_position_embeddings": 512}).max_position_embeddings == 512
     for limit in (None, [0, {"__float__": "Infinity"}]):
         assert config_from_dict(MAMBA2 | {"time_step_limit": limit}) == config
