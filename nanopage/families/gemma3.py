@@ -8,15 +8,14 @@ from typing import Any
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
-from nanopage.families.gemma2 import GGUF_TENSORS as GEMMA2_TENSORS
-from nanopage.families.gemma2 import Gemma2Layer, gemma_config, gemma_scale, window_pattern
-from nanopage.layers.norm import RMSNorm
-from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
+from nanopage.families import gemma2
+from nanopage.families.gemma2 import gemma_config, gemma_scale, window_pattern
+from nanopage.models.decoder import DecoderLayer
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 GGUF_ARCHITECTURE = "gemma3"
-GGUF_TENSORS = GEMMA2_TENSORS | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+GGUF_TENSORS = gemma2.GGUF_TENSORS | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GGUF_FIELDS = {
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "sliding_window_pattern",
@@ -35,6 +34,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     every = fields.size("sliding_window_pattern", 6)
     kinds = fields.values.get("layer_types") or window_pattern(fields.size("num_hidden_layers"), every)
     return gemma_config(fields, kinds) | {
+        "head_norms": True,
         "logit_softcap": fields.optional_number("final_logit_softcapping") or 0.0,
         "rope": read_rope(fields, "full_attention", default_theta=1e6),
         "other_rope": local_rope(fields),
@@ -62,13 +62,4 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return Gemma2Layer(config, Gemma3Attention(config, index))
-
-
-class Gemma3Attention(SelfAttention):
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index, config.attention_bias, config.attention_bias)
-        self.q_norm, self.k_norm = make_norm(config, self.head_dim), make_norm(config, self.head_dim)
-
-    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
-        return self.q_norm, self.k_norm
+    return gemma2.make_layer(config, index)

@@ -58,6 +58,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "full_heads": (num_kv_heads, shared["head_dim"]),
         "kv_sources": kv_sources(fields, shared["sliding_windows"]),
         "intermediate_size": max(widths),
+        "head_norms": True,
         "norm_offset": 0.0,
         "attention_scale": 1.0,
         "logit_softcap": fields.optional_number("final_logit_softcapping", 30.0) or 0.0,

@@ -32,7 +32,6 @@ from nanopage.layers.attention import StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS, MLP
-from nanopage.layers.norm import RMSNorm
 from nanopage.layers.rotary import rotate
 from nanopage.models.decoder import Decoder, SelfAttention, make_norm
 from nanopage.reading.rope import read_rope
@@ -82,6 +81,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "full_heads": full_heads,
         "kv_sources": kv_sources(fields, windows),
         "sliding_windows": windows,
+        "head_norms": True,
         "norm_offset": 0.0,
         "attention_scale": 1.0,
         "logit_softcap": fields.optional_number("final_logit_softcapping") or 0.0,
@@ -255,8 +255,6 @@ class Gemma4Attention(SelfAttention):
     """source: the layer whose K and V it attends to. is_shared: whether that is another one, so that it has only
     queries."""
 
-    q_norm: RMSNorm
-
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index, config.attention_bias, config.attention_bias)
         self.source = config.kv_sources[index] if config.kv_sources else index
@@ -265,9 +263,8 @@ class Gemma4Attention(SelfAttention):
         names = ["q_proj"] if self.is_shared else ["q_proj", "k_proj"] if k_is_v else [*self.qkv_proj.parts]
         parts = {name: self.qkv_proj.parts[name] for name in names}
         self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
-        self.q_norm = make_norm(config, self.head_dim)
-        if not self.is_shared:
-            self.k_norm = make_norm(config, self.head_dim)
+        if self.is_shared:
+            del self.k_norm
 
     def heads(self, x: Tensor) -> Tensor:
         heads = super().heads(x)
@@ -275,9 +272,6 @@ class Gemma4Attention(SelfAttention):
             return heads
         qk = heads[:, : self.num_heads + self.num_kv_heads]
         return torch.cat((qk, unit_norm(heads[:, -self.num_kv_heads :], self.eps)), dim=1)  # the last ones are V, or K
-
-    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
-        return self.q_norm, self.k_norm
 
 
 class Gemma4Experts(MixtureOfExperts):

@@ -8,11 +8,9 @@ from typing import Any
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_grouped_experts
-from nanopage.families import deepseek, qwen3
+from nanopage.families import deepseek, qwen2_moe, qwen3
 from nanopage.families.glm4 import read_half_rope
-from nanopage.families.qwen2_moe import make_mlp
-from nanopage.layers.norm import RMSNorm
-from nanopage.models.decoder import DecoderLayer, SelfAttention
+from nanopage.models.decoder import DecoderLayer
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 GGUF_ARCHITECTURE = "glm4moe"
@@ -52,14 +50,4 @@ def rename(name: str, config: ModelConfig) -> str | None:
 
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return DecoderLayer(config, Glm4MoeAttention(config, index), make_mlp(config, index))
-
-
-class Glm4MoeAttention(SelfAttention):
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index, config.attention_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.head_norms else None
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.head_norms else None
-
-    def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
-        return None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+    return qwen2_moe.make_layer(config, index)

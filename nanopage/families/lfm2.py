@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from nanopage.checks.fields import GENERATE, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.families.qwen3 import GGUF_TENSORS as GGUF_NORMS
-from nanopage.families.qwen3 import Qwen3Attention
 from nanopage.files.model_files import shown
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
-from nanopage.models.decoder import DecoderLayer
+from nanopage.models.decoder import DecoderLayer, SelfAttention
 from nanopage.reading.rope import read_rope
 from nanopage.recurrent.states import MixerLayer, States, causal_conv
 from nanopage.state.layer_kinds import STATE
@@ -51,6 +50,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "tie_word_embeddings": fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
         "sliding_windows": tuple(STATE if kind == "conv" else None for kind in kinds),
         "state": ((hidden_size, width - 1),) if "conv" in kinds else (),
+        "head_norms": True,
         "mlp_bias": fields.flag("conv_bias"),
         "undivided": "its convolutions are not divided",
     }
@@ -90,7 +90,7 @@ def rename(name: str, config: ModelConfig) -> str:
 def make_layer(config: ModelConfig, index: int) -> nn.Module:
     mlp = MLP(config.hidden_size, config.intermediate_size)
     if config.sliding_windows[index] != STATE:
-        return DecoderLayer(config, Qwen3Attention(config, index), mlp)
+        return DecoderLayer(config, SelfAttention(config, index), mlp)
     return MixerLayer(config, "conv", ShortConv(config, index), mlp)
 
 

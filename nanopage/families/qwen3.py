@@ -4,8 +4,8 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.layers.norm import RMSNorm
-from nanopage.models.decoder import DecoderLayer, SelfAttention
+from nanopage.models import llama
+from nanopage.models.decoder import DecoderLayer
 
 ARCHITECTURES = ("Qwen3ForCausalLM",)
 GGUF_ARCHITECTURE = "qwen3"
@@ -20,19 +20,10 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "num_kv_heads": fields.size("num_key_value_heads"),
         "head_dim": fields.size("head_dim", 128),
         "attention_bias": fields.flag("attention_bias"),
+        "head_norms": True,
         "sliding_windows": windows or (None,) * num_layers,
     }
 
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return DecoderLayer(config, Qwen3Attention(config, index))
-
-
-class Qwen3Attention(SelfAttention):
-    def __init__(self, config: ModelConfig, index: int):
-        super().__init__(config, index, config.attention_bias, config.attention_bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-
-    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
-        return self.q_norm, self.k_norm
+    return llama.make_layer(config, index)

@@ -6,8 +6,7 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_experts
 from nanopage.families.qwen2_moe import make_mlp
-from nanopage.families.qwen3 import Qwen3Attention
-from nanopage.models.decoder import DecoderLayer
+from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 GGUF_ARCHITECTURE = "qwen3moe"
@@ -29,6 +28,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     return {
         "num_kv_heads": fields.size("num_key_value_heads", 4),
         "attention_bias": fields.flag("attention_bias"),
+        "head_norms": True,
         "sliding_windows": fields.windows(num_layers, default=4096)
         if fields.flag("use_sliding_window")
         else (None,) * num_layers,
@@ -43,4 +43,5 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 
 def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return DecoderLayer(config, Qwen3Attention(config, index), make_mlp(config, index))
+    attention = SelfAttention(config, index, config.attention_bias, config.attention_bias)
+    return DecoderLayer(config, attention, make_mlp(config, index))

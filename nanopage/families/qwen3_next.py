@@ -14,8 +14,7 @@ from nanopage.experts.config import read_experts
 from nanopage.families import qwen2_moe, qwen3
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.layers.linear import Linear
-from nanopage.layers.norm import RMSNorm
-from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
+from nanopage.models.decoder import DecoderLayer, SelfAttention
 from nanopage.reading.rope import read_rope
 from nanopage.recurrent.gated_delta_net import GatedDeltaNet, InterleavedDeltaNet, PartlyInterleavedDeltaNet
 from nanopage.recurrent.states import GGUF_MIXER, MixerLayer
@@ -81,6 +80,7 @@ def read_layers(fields: Fields, num_kv_heads: int) -> dict[str, Any]:
         "num_kv_heads": fields.size("num_key_value_heads", num_kv_heads),
         "head_dim": fields.size("head_dim", 256),
         "attention_bias": fields.flag("attention_bias"),
+        "head_norms": True,
         "norm_offset": 1.0,
         "rope": read_rope(rotary, partial=True),
         "sliding_windows": tuple(STATE if kind == "linear_attention" else None for kind in kinds),
@@ -129,10 +129,6 @@ class GatedAttention(SelfAttention):
         parts = self.qkv_proj.parts
         self.q_proj = Linear(config.hidden_size, 2 * parts.pop("q_proj"), config.attention_bias)
         self.qkv_proj = Linear(config.hidden_size, parts, config.attention_bias)
-        self.q_norm, self.k_norm = make_norm(config, self.head_dim), make_norm(config, self.head_dim)
-
-    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
-        return self.q_norm, self.k_norm
 
     def q_and_gate(self, x: Tensor) -> Tensor:
         """x [T, hidden_size], normalized -> [T, heads, 2, head_dim]"""

@@ -145,6 +145,9 @@ class SelfAttention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(config.hidden_size, parts, qkv_bias)
         self.o_proj = Linear(q_size, config.hidden_size, o_bias)
+        self.has_norms = config.head_norms
+        if self.has_norms:
+            self.q_norm, self.k_norm = make_norm(config, self.head_dim), make_norm(config, self.head_dim)
 
     def heads(self, x: Tensor) -> Tensor:
         """Compute the heads of q, of k and of v, before the rotation: [T, num_heads + 2 * num_kv_heads, head_dim]."""
@@ -152,7 +155,7 @@ class SelfAttention(nn.Module):
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
         """The norms of each head of q and of each head of k before the rotation. None: there are none."""
-        return None
+        return (self.q_norm, self.k_norm) if self.has_norms else None
 
     def rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normalize and rotate `heads`: q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim].
