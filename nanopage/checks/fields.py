@@ -198,7 +198,7 @@ class Fields:
         return replace(self, values=dict(value or {}))
 
     def windows(
-        self, num_layers: int, default: int | None, from_layer: int = 0, kinds: list[str] | None = None
+        self, num_layers: int, default: int | None, from_layer: int = 0, kinds: list[str] | None = None, every: int = 0
     ) -> tuple[int | None, ...]:
         """The sliding window of each layer, or None for a layer that attends to everything.
 
@@ -208,11 +208,15 @@ class Fields:
             default: the window if config.json has no `sliding_window`. Null means no window.
             kinds: in place of `layer_types`.
             from_layer: the first layer with a window, if config.json does not say. 0 ignores `max_window_layers`.
+            every: each `every`th layer has no window, if config.json does not say.
         """
         if self.values.get("sliding_window", default) is None:
             return (None,) * num_layers
         window = self.size("sliding_window", default)
         kinds = self.values.get("layer_types") if kinds is None else kinds
+        if every:
+            pattern = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)]
+            kinds = kinds or pattern
         if kinds is not None:
             kinds = self.kinds("layer_types", kinds, num_layers, ("full_attention", "sliding_attention"))
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -30,20 +30,14 @@ LAYERS_27B = 46
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    kinds = fields.values.get("layer_types") or window_pattern(fields.size("num_hidden_layers"), every=2)
-    return gemma_config(fields, kinds) | {
+    return gemma_config(fields, every=2) | {
         "attention_softcap": fields.optional_number("attn_logit_softcapping", 50.0) or 0.0,
         "logit_softcap": fields.optional_number("final_logit_softcapping", 30.0) or 0.0,
     }
 
 
-def window_pattern(num_layers: int, every: int) -> list[str]:
-    """The type of each layer: each `every`th one attends to all tokens, and the others have a window."""
-    return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(num_layers)]
-
-
-def gemma_config(fields: Fields, kinds: list[str], window: int = 4096) -> dict[str, Any]:
-    """What Gemma 2 and later share. kinds: the type of each layer. window: the default of sliding_window."""
+def gemma_config(fields: Fields, every: int, window: int = 4096) -> dict[str, Any]:
+    """What Gemma 2 and later share. every: as of `Fields.windows`. window: the default of sliding_window."""
     if fields.flag("use_bidirectional_attention") if fields.values.get("use_bidirectional_attention") else False:
         raise fields.unsupported("use_bidirectional_attention", "true")
     return {
@@ -51,7 +45,7 @@ def gemma_config(fields: Fields, kinds: list[str], window: int = 4096) -> dict[s
         "head_dim": fields.size("head_dim", 256),
         "attention_bias": fields.flag("attention_bias"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
-        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), window, kinds=kinds),
+        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), window, every=every),
         "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         "norm_offset": 1.0,
         "attention_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,

@@ -9,7 +9,7 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.families import gemma2
-from nanopage.families.gemma2 import gemma_config, gemma_scale, window_pattern
+from nanopage.families.gemma2 import gemma_config, gemma_scale
 from nanopage.models.decoder import DecoderLayer
 from nanopage.reading.rope import read_rope
 
@@ -31,9 +31,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     if fields.values.get("attn_logit_softcapping") is not None:  # transformers reads the field and ignores it
         raise fields.unsupported("attn_logit_softcapping", "of Gemma 3")
     require_window(fields)
-    every = fields.size("sliding_window_pattern", 6)
-    kinds = fields.values.get("layer_types") or window_pattern(fields.size("num_hidden_layers"), every)
-    return gemma_config(fields, kinds) | {
+    return gemma_config(fields, every=fields.size("sliding_window_pattern", 6)) | {
         "head_norms": True,
         "logit_softcap": fields.optional_number("final_logit_softcapping") or 0.0,
         "rope": read_rope(fields, "full_attention", default_theta=1e6),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanopage.checks.fields import MAX_SIZES, Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.moe import Gate
-from nanopage.families.gemma2 import gemma_config, window_pattern
+from nanopage.families.gemma2 import gemma_config
 from nanopage.families.gemma3 import local_rope, require_window
 from nanopage.families.gemma4 import (
     Gemma4Attention,
@@ -47,7 +47,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     require_window(fields)
     fields = replace(fields, values={"num_kv_shared_layers": 15} | fields.values)
     num_layers = fields.size("num_hidden_layers")
-    shared = gemma_config(fields, fields.values.get("layer_types") or window_pattern(num_layers, 5), window=512)
+    shared = gemma_config(fields, every=5, window=512)
     num_kv_heads, widths = fields.size("num_key_value_heads", 2), _widths(fields, num_layers)
     active, num_inputs = fields.values.get("altup_active_idx", 0), fields.size("altup_num_inputs", 4)
     if type(active) is not int or not 0 <= active < num_inputs:

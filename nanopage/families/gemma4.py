@@ -24,7 +24,7 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ExpertsConfig, ModelConfig
 from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts, Router
-from nanopage.families.gemma2 import Gemma2Layer, gemma_config, window_pattern
+from nanopage.families.gemma2 import Gemma2Layer, gemma_config
 from nanopage.families.gemma3 import require_window
 from nanopage.families.qwen3_5 import text_fields as fields_of_text
 from nanopage.files.model_files import shown
@@ -67,9 +67,8 @@ def text_fields(fields: Fields) -> Fields:
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
     require_window(fields)
-    num_layers, num_heads = fields.size("num_hidden_layers"), fields.size("num_attention_heads", 8)
-    kinds = fields.values.get("layer_types") or window_pattern(num_layers, every=6)
-    shared = gemma_config(fields, kinds, window=512)
+    num_heads = fields.size("num_attention_heads", 8)
+    shared = gemma_config(fields, every=6, window=512)
     windows = (*shared["sliding_windows"][:-1], None)  # the last layer never has one
     k_is_v = fields.flag("attention_k_eq_v")
     heads, full_heads = _heads(fields, windows, k_is_v)

@@ -17,7 +17,6 @@ from nanopage.experts.activation import clamped_swiglu
 from nanopage.experts.config import read_experts
 from nanopage.experts.moe import MixtureOfExperts
 from nanopage.families import qwen3_moe
-from nanopage.families.gemma2 import window_pattern
 from nanopage.layers.attention import Scoring
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
@@ -39,7 +38,6 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
     num_layers, num_chosen = fields.size("num_hidden_layers"), fields.size("num_experts_per_tok", 4)
     experts = read_experts(fields, fields.size("num_local_experts", 128), num_chosen, fields.size("intermediate_size"))
-    kinds = fields.values.get("layer_types") or window_pattern(num_layers, every=2)
     scaling = fields.values.get("rope_scaling") or YARN
     completed = replace(fields, values={"torch_dtype": "bfloat16"} | fields.values | {"rope_scaling": scaling})
     return {
@@ -47,7 +45,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "num_kv_heads": fields.size("num_key_value_heads", 8),
         "head_dim": fields.size("head_dim", 64),
         "attention_bias": fields.flag("attention_bias", True),
-        "sliding_windows": fields.windows(num_layers, 128, kinds=kinds),
+        "sliding_windows": fields.windows(num_layers, 128, every=2),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
         "rope": read_rope(completed, default_theta=150000.0),
         "experts": replace(experts, swiglu=(fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0))),

@@ -6,7 +6,6 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.families import olmo2
-from nanopage.families.gemma2 import window_pattern
 from nanopage.models.decoder import DecoderLayer
 from nanopage.reading.rope import read_rope
 
@@ -25,11 +24,9 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
     if fields.values.get("sliding_window", 4096) is None:
         raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
-    num_layers = fields.size("num_hidden_layers")
-    kinds = fields.values.get("layer_types") or window_pattern(num_layers, every=4)
     rope = read_rope(fields, "full_attention", THETA)
     return olmo2.read_config(fields, architecture) | {
-        "sliding_windows": fields.windows(num_layers, default=4096, kinds=kinds),
+        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), default=4096, every=4),
         "rope": rope,
         "other_rope": _local_rope(fields, rope.theta),
     }
