@@ -15,11 +15,12 @@ import ray
 from prometheus_client.core import Metric
 from ray import serve
 from ray.exceptions import RayError
-from starlette.types import Message, Scope, Send
+from starlette.types import Message
 
 import nanopage
 from nanopage.server.app import create_routes, load_engine
 from nanopage.server.errors import ApiError
+from nanopage.server.in_process import http_scope
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs
 
@@ -130,7 +131,9 @@ class Replica:
         async def send(message: Message) -> None:
             sent.put_nowait(message)
 
-        work = asyncio.create_task(self.routes(_scope(call, send), receive, send))
+        scope = http_scope(call.method, call.path, call.headers)
+        scope.update({"nanopage.key": call.key, "nanopage.send": send})
+        work = asyncio.create_task(self.routes(scope, receive, send))
         work.add_done_callback(lambda _: sent.put_nowait(None))
         try:
             while (message := await sent.get()) is not None:
@@ -166,23 +169,3 @@ class Replica:
             self.state.llm.shutdown()
         if self.state.tracer is not None:
             self.state.tracer.shutdown()
-
-
-def _scope(call: Call, send: Send) -> Scope:
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": call.method,
-        "scheme": "http",
-        "path": call.path,
-        "raw_path": call.path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": call.headers,
-        "client": None,
-        "server": None,
-        "state": {},
-        "nanopage.key": call.key,
-        "nanopage.send": send,
-    }

@@ -23,15 +23,13 @@ from nanopage.audio import WHISPER
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
 from nanopage.files.lossy_output import lose_output
-from nanopage.grammar.tool_formats import FORMATS
-from nanopage.server.adapters import parse_modules
-from nanopage.server.app import create_app, guard, load_engine
+from nanopage.server.app import create_app, guard
 from nanopage.server.connection import Connection
 from nanopage.server.listener import Listener, listen, raise_limit
 from nanopage.server.live_view import LiveView
 from nanopage.server.middleware import AUDIO_PATHS, LOCAL_HOSTS
+from nanopage.server.options import SECONDS_TO_CLOSE, Model, add_model_options, positive
 from nanopage.server.state import ServerState
-from nanopage.server.tools import FINISH_REASONS, ToolOptions
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
 from nanopage.weights import hub
 
@@ -42,15 +40,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nanopage")
 
 PUBLIC = ("0.0.0.0", "::", "")
-SECONDS_TO_CLOSE = 5  # at shutdown, for clients to read what was sent and for a step to end
-
 TARGET_ONGOING_REQUESTS = 64
 
 
 def main(arguments: list[str]) -> int:
     """Run the server until a signal, or a model that cannot be loaded, ends it. Returns the program's exit code."""
     args = parser().parse_args(arguments)
-    args.model = args.model_tag if args.model is None else args.model
     given = args.api_key or os.environ.get("NANOPAGE_API_KEY", "").split(",")
     keys = [key.strip() for key in given]
     if args.api_key and not all(keys):
@@ -69,21 +64,15 @@ def main(arguments: list[str]) -> int:
             "if something else protects it"
         )
     check_replicas(args)
-    modules = parse_modules("--lora-modules", args.lora_modules)
-    soft_prompts = parse_modules("--prompt-adapters", args.prompt_adapters)
-    engine_args = EngineArgs.from_cli_args(args)
-    settings = {
-        "model_names": args.served_model_name or [hub.name_of(args.model)],
+    model = Model(args)
+    settings = model.settings | {
         "max_queue": args.max_queue,
         "max_queue_tokens": args.max_queue_tokens,
         "stall_seconds": args.stall_timeout,
         "strict_fields": args.strict_fields,
-        "default_max_tokens": args.default_max_tokens,
         "salt_per_key": args.salt_per_key,
         "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
-        "tool_options": ToolOptions(args.tool_call_parser, args.named_tool_finish_reason),
     }
-    check_adapters(args, [*modules, *soft_prompts], settings["model_names"])
     tracer = _tracer(args.otlp_traces_endpoint)
     no_view = why_no_view(args, bool(keys))
     state = ServerState(**settings, tracer=tracer, view=None if no_view else LiveView(), no_view=no_view)
@@ -92,11 +81,11 @@ def main(arguments: list[str]) -> int:
     engine: OneEngine | Front
     if args.replicas is None:
         engine, app = (
-            OneEngine(state, engine_args, modules, soft_prompts),
+            OneEngine(state, model),
             create_app(state, keys, hosts, args.public_metrics, args.root_path),
         )
     else:
-        engine = _front(args, state, settings, engine_args)
+        engine = _front(args, state, settings, model.engine_args)
         app = guard(engine.routes, state, keys, hosts, args.public_metrics, args.root_path, app=engine)
     config = uvicorn.Config(
         app,
@@ -134,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     parser = FlexibleArgumentParser(
         prog="nanopage serve", description="Serve a model to clients of OpenAI's API.", allow_abbrev=False
     )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_model_options(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument("--port", type=_port, default=8000, help="0 takes a free port (default: %(default)s)")
@@ -142,7 +131,6 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--api-key", action="append", help="key that clients must send; can be repeated (or NANOPAGE_API_KEY)"
     )
-    group.add_argument("--served-model-name", nargs="+", help="names of the model for clients")
     group.add_argument(
         "--root-path", type=_prefix, default="", help="prefix that paths may have, for a reverse proxy that adds one"
     )
@@ -153,11 +141,11 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--ssl-ca-certs", help="authorities of clients' certificates")
     group.add_argument("--ssl-cert-reqs", type=int, default=int(ssl.CERT_NONE), choices=(0, 1, 2))
     group.add_argument(
-        "--max-queue", type=_positive, default=1024, help="most requests that wait (default: %(default)s)"
+        "--max-queue", type=positive, default=1024, help="most requests that wait (default: %(default)s)"
     )
     group.add_argument(
         "--max-queue-tokens",
-        type=_positive,
+        type=positive,
         default=1_000_000,
         help="most prompt tokens that wait (default: %(default)s)",
     )
@@ -174,13 +162,6 @@ def parser() -> argparse.ArgumentParser:
         help="/health is 503 when no step has ended for so many seconds (default: %(default)s)",
     )
     group.add_argument("--timeout-keep-alive", type=int, default=5, help="seconds that an idle connection stays open")
-    group.add_argument(
-        "--default-max-tokens",
-        type=_positive,
-        metavar="N",
-        help="most tokens of a reply whose request has no limit (default: as many as the context holds, in "
-        "/v1/completions 16)",
-    )
     group.add_argument("--strict-fields", action="store_true", help="refuse fields that are not known")
     group.add_argument(
         "--view",
@@ -195,36 +176,16 @@ def parser() -> argparse.ArgumentParser:
         "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP (extra otel)"
     )
     group.add_argument(
-        "--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters that clients know as models"
-    )
-    group.add_argument(
-        "--prompt-adapters", nargs="+", default=[], metavar="NAME=PATH", help="soft prompts that clients know as models"
-    )
-    group.add_argument(
         "--allow-runtime-lora-updating", action="store_true", help="clients may load adapters from any directory"
     )
-    group.add_argument(
-        "--tool-call-parser",
-        choices=FORMATS,
-        help="how the model writes calls of tools (default: found in its chat template)",
-    )
-    group.add_argument(
-        "--named-tool-finish-reason",
-        choices=FINISH_REASONS,
-        default="stop",
-        help="finish_reason of a reply whose call the client has named (default: %(default)s)",
-    )
-    group.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="accepted for vLLM's commands: tools always work"
-    )
     group = parser.add_argument_group("replicas (extra replicas; see docs/deploy.md)")
-    group.add_argument("--replicas", type=_positive, metavar="N", help="run so many engines, on Ray Serve")
+    group.add_argument("--replicas", type=positive, metavar="N", help="run so many engines, on Ray Serve")
     group.add_argument(
-        "--max-replicas", type=_positive, metavar="M", help="start up to so many when there is much to do"
+        "--max-replicas", type=positive, metavar="M", help="start up to so many when there is much to do"
     )
     group.add_argument(
         "--target-ongoing-requests",
-        type=_positive,
+        type=positive,
         metavar="T",
         help=f"requests that each of them should have then (default: {TARGET_ONGOING_REQUESTS})",
     )
@@ -268,6 +229,9 @@ def check_replicas(args: argparse.Namespace) -> None:
         ray_cluster.check_address()
         if args.distributed_executor_backend == "ray":
             raise ValueError("--distributed-executor-backend ray does not work with --replicas: use mp")
+        for option in ("enable_lora", "enable_prompt_adapter"):
+            if getattr(args, option):
+                raise ValueError(f"--{option.replace('_', '-')} does not work with --replicas")
 
 
 def why_no_view(args: argparse.Namespace, has_keys: bool) -> str:
@@ -285,22 +249,6 @@ def why_no_view(args: argparse.Namespace, has_keys: bool) -> str:
     if has_keys:
         return "the server has a key: start it with --view, and the live view needs the key, too"
     return "the server was started with --insecure: start it with --view as well" if args.insecure else ""
-
-
-def check_adapters(args: argparse.Namespace, names: list[str], model_names: list[str]) -> None:
-    """Raises: ValueError for options of adapters that need others."""
-    for name in ("lora_modules", "allow_runtime_lora_updating"):
-        if getattr(args, name) and not args.enable_lora:
-            raise ValueError(f"--{name.replace('_', '-')} needs --enable-lora")
-    if args.prompt_adapters and not args.enable_prompt_adapter:
-        raise ValueError("--prompt-adapters needs --enable-prompt-adapter")
-    for option in ("enable_lora", "enable_prompt_adapter"):
-        if getattr(args, option) and args.replicas is not None:
-            raise ValueError(f"--{option.replace('_', '-')} does not work with --replicas")
-    if taken := set(names) & set(model_names):
-        raise ValueError(f"an adapter cannot have the name of the model: {', '.join(sorted(taken))}")
-    if len(set(names)) < len(names):
-        raise ValueError("--lora-modules and --prompt-adapters have a name in common")
 
 
 def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_args: EngineArgs) -> "Front":
@@ -353,12 +301,6 @@ def _prefix(text: str) -> str:
     return text.rstrip("/")
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return int(text)
-
-
 def _seconds(text: str) -> float:
     if not 0 <= float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
@@ -368,15 +310,11 @@ def _seconds(text: str) -> float:
 class OneEngine:
     """The engine of a server that runs it in its own process: how it starts and stops.
 
-    Args:
-        state: gets the engine.
-        modules, soft_prompts: name of an adapter -> its path.
+    Args: state: gets the engine. model: what to load.
     """
 
-    def __init__(
-        self, state: ServerState, engine_args: EngineArgs, modules: dict[str, str], soft_prompts: dict[str, str]
-    ):
-        self.state, self.engine_args, self.modules, self.soft_prompts = state, engine_args, modules, soft_prompts
+    def __init__(self, state: ServerState, model: Model):
+        self.state, self.model = state, model
 
     @property
     def loaded(self) -> bool:
@@ -384,16 +322,7 @@ class OneEngine:
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
         """Load the model. Blocks: call it in a thread. Raises: as `nanopage.build.build_engine`."""
-        llm = load_engine(self.engine_args)
-        adapters = self.state.adapters
-        try:
-            adapters.requests |= {name: adapters.check(llm, name, path) for name, path in self.modules.items()}
-            for name, path in self.soft_prompts.items():
-                adapters.requests[name] = adapters.check_soft_prompt(llm, name, path)
-        except BaseException:
-            llm.shutdown(SECONDS_TO_CLOSE)
-            raise
-        self.state.llm = llm
+        self.model.load(self.state)
 
     async def stop(self) -> None:
         """End the requests that still run with an error."""

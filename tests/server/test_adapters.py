@@ -11,7 +11,8 @@ from test_lora import save_adapter
 from nanopage import AsyncLLM, EngineArgs
 from nanopage.server.adapters import parse_modules
 from nanopage.server.app import create_app
-from nanopage.server.serve import check_adapters, parser
+from nanopage.server.options import check_adapters
+from nanopage.server.serve import check_replicas, parser
 from nanopage.server.state import ServerState
 
 ASK = {"prompt": "the cat", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -136,9 +137,11 @@ def test_options():
     for arguments, message in (
         (["--lora-modules", "a=x"], "--lora-modules needs --enable-lora"),
         (["--allow-runtime-lora-updating"], "--allow-runtime-lora-updating needs --enable-lora"),
-        (["--enable-lora", "--replicas", "2"], "--enable-lora does not work with --replicas"),
         (["--enable-lora", "--lora-modules", "tiny=x"], "the name of the model: tiny"),
     ):
         args = parser().parse_args(arguments)
         with pytest.raises(ValueError, match=message):
             check_adapters(args, [*parse_modules("--lora-modules", args.lora_modules)], ["tiny"])
+    for option in ("--enable-lora", "--enable-prompt-adapter"):
+        with pytest.raises(ValueError, match=f"{option} does not work with --replicas"):
+            check_replicas(parser().parse_args([option, "--replicas", "2"]))

@@ -16,7 +16,8 @@ from server_process import OPTIONS
 from nanopage import AsyncLLM, EngineArgs
 from nanopage.server.adapters import ServedAdapters, parse_modules
 from nanopage.server.app import create_app
-from nanopage.server.serve import check_adapters, parser
+from nanopage.server.options import check_adapters
+from nanopage.server.serve import parser
 from nanopage.server.state import ServerState
 
 ASK = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -129,7 +130,6 @@ def test_a_soft_prompt_is_a_model(llm, tmp_path):
 def test_options():
     for arguments, message in (
         (["--prompt-adapters", "a=x"], "--prompt-adapters needs --enable-prompt-adapter"),
-        (["--enable-prompt-adapter", "--replicas", "2"], "--enable-prompt-adapter does not work with --replicas"),
         (["--enable-prompt-adapter", "--prompt-adapters", "tiny=x"], "the name of the model: tiny"),
         (
             ["--enable-prompt-adapter", "--enable-lora", "--prompt-adapters", "a=x", "--lora-modules", "a=y"],
