@@ -1,7 +1,9 @@
 """The command `nanopage`, which is also `python -m nanopage`."""
 
+import importlib
 import os
 import sys
+from typing import NoReturn
 
 from nanopage.terminal.signals import leave_on_interrupt, raise_on_interrupt
 
@@ -19,20 +21,31 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=Fa
 app.command()(chat)
 app.command("compile")(compile_layers)
 app.command()(transcribe)
+# Of commands that read their own options.
+OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []},
-)
+@app.command(context_settings=OTHERS_OPTIONS)
 def serve(context: typer.Context) -> None:
     """Serve a model to clients of OpenAI's API (nanopage serve --help)."""
+    run_part_of_server("serve", context.args)
+
+
+@app.command("run-batch", context_settings=OTHERS_OPTIONS)
+def run_batch(context: typer.Context) -> None:
+    """Answer the requests of a file in OpenAI's batch format (nanopage run-batch --help)."""
+    run_part_of_server("batch", context.args)
+
+
+def run_part_of_server(module: str, arguments: list[str]) -> NoReturn:
+    """Run the command of a module of `server/`, which reads its own options."""
     leave_on_interrupt()  # imports take seconds
     try:
-        from nanopage.server.serve import main as serve_main
+        part = importlib.import_module(f"nanopage.server.{module}")
     except ImportError as error:
         raise ImportError(f"{error}: pip install 'nanopage[serve]'") from error
     raise_on_interrupt()
-    raise SystemExit(serve_main(context.args))
+    raise SystemExit(part.main(arguments))
 
 
 @app.callback()

@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from nanopage import models
 from nanopage.__main__ import app as program
-from nanopage.server import serve
+from nanopage.server import batch, serve
 from nanopage.server.app import create_app
 from nanopage.server.fields import REFUSED
 from nanopage.server.state import ServerState
@@ -97,7 +97,9 @@ def all_words() -> set[str]:
 @functools.cache
 def all_options() -> set[str]:
     """The options of all programs."""
-    options, left = set(serve.parser()._option_string_actions), [get_command(program), bench_command()]
+    options, left = set(), [get_command(program), bench_command()]
+    for parser in (serve.parser(), batch.parser()):
+        options.update(parser._option_string_actions)
     for command in left:
         left += getattr(command, "commands", {}).values()
         options.update(option for each in command.params for option in (*each.opts, *each.secondary_opts))

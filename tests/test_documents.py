@@ -34,7 +34,7 @@ from typer.main import get_command
 from nanopage import EngineArgs
 from nanopage.__main__ import app as program
 from nanopage.grammar.tool_functions import load_functions
-from nanopage.server import serve
+from nanopage.server import batch, serve
 from nanopage.weights import hub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -113,6 +113,8 @@ class Shell:
                 pass
             case ["nanopage", "serve", *options]:
                 self.serve(options)
+            case ["nanopage", "run-batch", *options]:
+                batch.parser().parse_args(options)
             case ["nanopage", *options]:
                 parse(get_command(program), options)
                 if "--tools" in options:

@@ -1,4 +1,4 @@
-"""Options of the model that a program of the server runs, and its loading."""
+"""Options of the model that `nanopage serve` and `nanopage run-batch` have in common, and its loading."""
 
 import argparse
 from typing import Any
@@ -95,7 +95,7 @@ class Model:
 
 def check_adapters(args: argparse.Namespace, names: list[str], model_names: list[str]) -> None:
     """Raises: ValueError for options of adapters that need others."""
-    for name in ("lora_modules", "allow_runtime_lora_updating"):
+    for name in ("lora_modules", "allow_runtime_lora_updating"):  # run-batch lacks the second one
         if getattr(args, name, None) and not args.enable_lora:
             raise ValueError(f"--{name.replace('_', '-')} needs --enable-lora")
     if args.prompt_adapters and not args.enable_prompt_adapter:
