@@ -85,10 +85,11 @@ class BatchRun:
         self.app, self.llm, self.source, self.output = app, llm, source, output
         self.max_lines = LINES_PER_SEQUENCE * llm.engine.config.max_num_seqs
         self.num_before, self.num_answered, self.num_failed = len(output.done), 0, 0
-        self.ended = False
+        self.goes_on = True  # if it is started again
         self._names: set[str | None] = set()  # the custom_ids so far
         self._in_flight = self._held = 0  # lines, and their bytes
         self._room = asyncio.Event()
+        self._advance: Callable[[int], None] = lambda size: None  # the progress bar, by bytes of the input
         self._started = time.monotonic()
 
     async def all(self) -> None:
@@ -102,20 +103,26 @@ class BatchRun:
         with Progress(*columns, *times, console=stderr, disable=not stderr.is_terminal) as progress:
             is_file = stat.S_ISREG(status.st_mode)
             task = progress.add_task("", total=status.st_size if is_file else None)
+
+            def advance(size: int) -> None:
+                count = f"{self.num_before + self.num_answered + self.num_failed:,} lines"
+                progress.update(task, advance=size, description=count)
+
+            self._advance = advance
             try:
                 async with asyncio.TaskGroup() as group:
                     async for number, text in _lines(self.source, may_block=not is_file):
-                        work = self._begin(number, text)
-                        if work is not None:
-                            await self._enter(len(text))
-                            group.create_task(self._answer(number, work, len(text)))
-                        count = f"{self.num_before + self.num_answered + self.num_failed:,} lines"
-                        progress.update(task, advance=len(text), description=count)
+                        if (line := self._begin(number, text)) is None:
+                            advance(len(text))
+                            await asyncio.sleep(0)  # many such lines do not keep replies waiting
+                            continue
+                        await self._enter(len(text))
+                        group.create_task(self._answer(number, line, len(text)))
             except ExceptionGroup as failed:
                 raise failed.exceptions[0] from None
         if self.output.done:
             raise self._other_input(min(self.output.done))
-        self.ended = True
+        self.goes_on = False
 
     def _begin(self, number: int, text: bytes) -> Line | None:
         """The request of a line; None if it has an answer already, or now has an error."""
@@ -158,8 +165,10 @@ class BatchRun:
             self._in_flight -= 1
             self._held -= size
             self._room.set()
+            self._advance(size)
 
     def _other_input(self, number: int) -> ValueError:
+        self.goes_on = False
         return ValueError(
             f"{self.output.name} has an answer to another line {number} than the input's: give the files that belong "
             "together, or another --output-file"
@@ -175,7 +184,7 @@ class BatchRun:
         return (
             f"{self.num_answered:,} lines answered, {self.num_failed:,} with errors{before}; {seconds:,.1f} s, "
             f"{counts['vllm:prompt_tokens']:,} prompt tokens, {tokens:,} generated ({tokens / seconds:,.0f}/s)"
-            + ("" if self.ended else "; stopped: the same command goes on from here")
+            + ("; stopped: the same command goes on from here" if self.goes_on else "")
         )
 
 
@@ -189,6 +198,7 @@ async def _lines(file: BinaryIO, may_block: bool) -> AsyncIterator[tuple[int, by
 async def _in_daemon(function: Callable, *args: Any) -> Any:
     """The result of a function that may block for ever. The end of the program does not wait for its thread."""
     done: concurrent.futures.Future = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()  # so that a result may come when nobody waits any more
 
     def work() -> None:
         try:
