@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 import nanopage
-from nanopage.aio.async_llm import AsyncLLM, EngineDeadError
+from nanopage.aio.async_llm import AsyncLLM
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import LoadBody, UnloadBody, path_of
 from nanopage.server.audio import add_audio
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
-from nanopage.server.errors import ApiError, from_http, from_validation, invalid, json_response, unsupported
+from nanopage.server.errors import ApiError, invalid, json_response, unsupported
 from nanopage.server.fields import ignored_header
 from nanopage.server.generation import too_long
+from nanopage.server.handlers import add_handlers
 from nanopage.server.json_body import JsonRoute
 from nanopage.server.live_view import VIEW_PATHS, add_view
 from nanopage.server.metrics import CONTENT_TYPE, Page
@@ -247,30 +246,7 @@ def create_routes(state: ServerState) -> FastAPI:
     for path, why in not_served.items():
         app.add_api_route(path, _not_served(path, why), methods=["GET", "POST"], include_in_schema=False)
 
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        return error.response()
-
-    @app.exception_handler(EngineDeadError)
-    async def engine_dead(request: Request, error: EngineDeadError) -> Response:
-        return ApiError(503, str(error), code="engine_dead", retry_after=30).response()
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return from_validation(error).response()
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        return from_http(error).response()
-
-    @app.exception_handler(ClientGoneError)
-    async def client_gone(request: Request, error: ClientGoneError) -> Response:
-        return Response(status_code=499)  # nobody reads it
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return ApiError(500, "an error of the server: its log says more", code="internal_error").response()
-
+    add_handlers(app)
     return app
 
 

@@ -1,6 +1,5 @@
 """POST /v1/responses, without a store: each call sends its whole conversation."""
 
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,11 +15,17 @@ from nanopage.server.choices import changes
 from nanopage.server.errors import ApiError, unsupported
 from nanopage.server.generation import Generation
 from nanopage.server.protocol import ChatBody, CommonBody, ResponsesBody
+from nanopage.server.renames import renamed
 from nanopage.server.templates import TEMPLATE_FIELDS
 from nanopage.server.tools import ToolOptions
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"  # in `include`
+NAMES = (  # of a chat, and of a response
+    (r"\bmax_tokens\b", "max_output_tokens"),
+    (r"\b(tools\[\d+\]|tool_choice)\.function\b", r"\1"),  # tools are described without this level
+    (r"\bresponse_format\b(\.json_schema(?=\.))?", "text.format"),
+)
 
 
 class Responses:
@@ -49,7 +54,7 @@ class Responses:
         try:
             self.chat = Chat(llm, ChatBody(**fields), model, adapter, options)
         except ApiError as error:
-            raise self._renamed(error) from None
+            raise renamed(error, self.places, NAMES) from None
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self.items = _Items(self.chat)
         self.num_events = 0  # events of the stream so far
@@ -67,7 +72,7 @@ class Responses:
         try:
             return await self.chat.start(entered)
         except ApiError as error:
-            raise self._renamed(error) from None
+            raise renamed(error, self.places, NAMES) from None
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
         """The whole response."""
@@ -101,24 +106,6 @@ class Responses:
     def _numbered(self, event: dict) -> dict:
         self.num_events += 1
         return event | {"sequence_number": self.num_events - 1}
-
-    def _renamed(self, error: ApiError) -> ApiError:
-        """An error whose message and `param` have this endpoint's names of the fields."""
-
-        def renamed(text: str) -> str:
-            if match := re.match(r"messages[\w.\[\]']*", text):
-                path = re.sub(r"\['(\w+)'\]", r".\1", match[0])
-                known = max((name for name in self.places if re.match(re.escape(name) + r"(?!\w)", path)), key=len)
-                text = self.places[known] + path[len(known) :] + text[match.end() :]
-            text = re.sub(r"\bmax_tokens\b", "max_output_tokens", text)
-            text = re.sub(
-                r"\b(tools\[\d+\]|tool_choice)\.function\b", r"\1", text
-            )  # tools are described without this level
-            return re.sub(r"\bresponse_format\b(\.json_schema(?=\.))?", "text.format", text)
-
-        message, error.param = renamed(str(error)), error.param and renamed(error.param)
-        error.args = (message,)
-        return error
 
     def _response(self, output: RequestOutput, completion: CompletionOutput, items: list[dict]) -> dict:
         status = _status(completion)
