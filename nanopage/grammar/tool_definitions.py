@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_TOOLS = 128
-MAX_NAME = 64
+MAX_NAME = 128  # Anthropic's limit; OpenAI's is 64
 
 
 @dataclass(frozen=True)

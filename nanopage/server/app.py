@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sized
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from nanopage.server.generation import too_long
 from nanopage.server.handlers import add_handlers
 from nanopage.server.json_body import JsonRoute
 from nanopage.server.live_view import VIEW_PATHS, add_view
+from nanopage.server.message_body import OF_TEMPLATES, CountBody, MessagesBody
+from nanopage.server.messages import Messages
 from nanopage.server.metrics import CONTENT_TYPE, Page
 from nanopage.server.middleware import OPEN_PATHS, Gate
 from nanopage.server.pages import page_reply
@@ -48,18 +51,22 @@ from nanopage.server.shapes import (
     ChatChunk,
     ChatReply,
     CompletionReply,
+    CountReply,
     ErrorReply,
     ListReply,
+    MessageEvent,
+    MessageReply,
     ModelCard,
     ModelList,
     RerankReply,
     ResponsesEvent,
     ResponsesReply,
     TokenizeReply,
+    message_replies,
     replies,
 )
 from nanopage.server.state import ServerState
-from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
+from nanopage.server.streaming import GONE, PING, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
 from nanopage.text.prompts import PromptTooLongError
@@ -71,7 +78,7 @@ NOT_SERVED = {  # path -> why
     "/pooling": "use /v1/embeddings or /v1/score",
     "/classify": "classes are not served: use LLM.classify",
     "/v1/moderations": "classes are not served: use LLM.classify",
-    "/v1/messages": "use /v1/chat/completions",
+    "/v1/messages/batches": "send each message to /v1/messages",
     "/v1/audio/speech": "the model says nothing",
     "/v1/images/generations": "the model draws nothing",
     "/v1/images/edits": "the model draws nothing",
@@ -139,6 +146,18 @@ def create_routes(state: ServerState) -> FastAPI:
     async def responses(body: ResponsesBody, request: Request) -> Response:
         return await _generate(state, request, body, partial(Responses, options=state.tool_options))
 
+    @app.post("/v1/messages", responses=message_replies(MessageReply, MessageEvent))
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        return await _generate(state, request, body, partial(Messages, options=state.tool_options))
+
+    @app.post("/v1/messages/count_tokens", responses=message_replies(CountReply))
+    async def count_tokens(body: CountBody, request: Request) -> Response:
+        llm, name = state.require(), state.model_name(body.model)
+        check_task(llm, name, request.url.path, body)
+        headers = ignored_header(_find_ignored(state, llm, body))
+        count = await Messages(llm, body, name, options=state.tool_options).count()
+        return json_response({"input_tokens": count}, headers=headers)
+
     @app.post("/v1/embeddings", responses=replies(ListReply))
     async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
         return await _generate(state, request, body, embeddings)
@@ -160,7 +179,8 @@ def create_routes(state: ServerState) -> FastAPI:
     @app.get("/v1/models/", include_in_schema=False)
     async def models() -> Response:
         names = [*state.model_names, *state.adapters.requests]
-        return json_response({"object": "list", "data": [_model(state, name) for name in names]})
+        ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
+        return json_response({"object": "list", "data": [_model(state, name) for name in names]} | ends)
 
     @app.get("/v1/models/{name:path}", responses=replies(ModelCard))
     async def model(name: str) -> Response:
@@ -253,8 +273,8 @@ def create_routes(state: ServerState) -> FastAPI:
 async def _generate(
     state: ServerState,
     request: Request,
-    body: ChatBody | CompletionBody | ResponsesBody | PoolingBody,
-    kind: Callable[..., Chat | Completions | Responses | PoolingCall],
+    body: CommonBody | PoolingBody,
+    kind: Callable[..., Chat | Completions | Responses | Messages | PoolingCall],
 ) -> Response:
     """Run a call that makes text or vectors: admit its requests, then stream or reply as a whole."""
     started = time.perf_counter()
@@ -290,8 +310,9 @@ async def _generate(
     if state.tracer is not None:
         generation.on_finish = partial(state.tracer.record, params=call.params, headers=request.headers)
     if body.stream and not isinstance(call, PoolingCall):
-        failed = call.failed if isinstance(call, Responses) else ApiError.body
-        return EventStream(call.chunks(generation), failed, headers, end)
+        failed = call.failed if isinstance(call, Responses | Messages) else ApiError.body
+        ends = {"silence": PING, "done": b""} if isinstance(call, Messages) else {}
+        return EventStream(call.chunks(generation), failed, headers, end, **ends)
     how = "complete"
     try:
         outputs = await unless_gone(request, generation.final())
@@ -307,8 +328,9 @@ async def _generate(
 def _find_ignored(state: ServerState, llm: AsyncLLM, body: Body) -> list[str]:
     """The ignored fields to be listed. Raises: ApiError for a field that is refused."""
     ignored = body.check_unknown(state.strict_fields)
-    if isinstance(body, ChatBody | ResponsesBody | TokenizeBody):
-        ignored += template_kwargs(llm, body)[1]
+    if isinstance(body, ChatBody | ResponsesBody | MessagesBody | TokenizeBody):
+        names = OF_TEMPLATES if isinstance(body, MessagesBody) else {}
+        ignored += [names.get(name, name) for name in template_kwargs(llm, body)[1]]
     if ignored and state.strict_fields:
         raise ApiError(400, f"the chat template does not read {ignored[0]}", param=ignored[0], code="unknown_field")
     return ignored
@@ -345,6 +367,9 @@ def _model(state: ServerState, name: str) -> dict:
         "object": "model",
         "created": state.created,
         "owned_by": "nanopage",
+        "type": "model",  # this and the next two: Anthropic's
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(state.created, UTC).isoformat(),
         "root": state.model_names[0] if adapter is None else path_of(adapter),
         "parent": None if adapter is None else state.model_names[0],
         "max_model_len": None if llm is None else llm.engine.max_model_len,

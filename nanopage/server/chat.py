@@ -118,8 +118,7 @@ class Chat:
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
-        prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body, self.use.offered)
-        await load_images(self.llm, prompt, self.body.messages)
+        prompt = await self.make_prompt()
         self.reasoning, tokenizer = prompt["reasoning"], self.llm.engine.tokenizer
         marks = () if self.reasoning is None else (THINK, END_THINK)
         if self.reads_calls or any(is_special(tokenizer, mark) for mark in marks):
@@ -130,6 +129,12 @@ class Chat:
             if self.reads_calls and (error.param or "").startswith(("structured_outputs", "response_format", "tools")):
                 raise await self.llm.in_compiler(find_wrong_tool, self.llm, self.use.tools, error) from None
             raise
+
+    async def make_prompt(self) -> dict:
+        """The prompt, with its images. Raises: ApiError naming the field."""
+        prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body, self.use.offered)
+        await load_images(self.llm, prompt, self.body.messages)
+        return prompt
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
         """All choices. Takes long if there are many log-probabilities."""

@@ -1,4 +1,5 @@
-"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}. On /v1/messages, as
+Anthropic's clients expect them: {"type": "error", "error": {"type", "message"}}."""
 
 import itertools
 import re
@@ -12,6 +13,12 @@ UNION_MEMBERS = ("str", "list[str]", "list[int]", "list[list[int]]")  # as pydan
 MAX_MESSAGE = 1000  # characters, because a message may quote what the client sent
 MAX_PARAM = 200
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ANTHROPIC_TYPES = TYPES | {
+    403: "permission_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -34,9 +41,16 @@ class ApiError(Exception):
         param = None if self.param is None else _shown(self.param, MAX_PARAM)
         return {"error": {"message": _shown(str(self), MAX_MESSAGE), "type": kind, "param": param, "code": self.code}}
 
-    def response(self) -> Response:
+    def anthropic_body(self) -> dict:
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        details = {} if self.code is None else {"details": {"error_code": self.code}}
+        return {"type": "error", "error": {"type": kind, "message": _shown(str(self), MAX_MESSAGE)} | details}
+
+    def response(self, path: str) -> Response:
+        """Args: path: the call's, which decides the form."""
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {"x-should-retry": "false"}
-        return json_response(self.body(), self.status, headers)
+        body = self.anthropic_body() if "/v1/messages" in path else self.body()
+        return json_response(body, self.status, headers)
 
 
 def _shown(text: str, most: int) -> str:

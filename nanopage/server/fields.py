@@ -116,7 +116,7 @@ def check_unknown(
     Args:
         strict: refuse ignored fields as well.
         refused: fields, as in `REFUSED`.
-        known: the known fields of the objects inside: CHAT or RESPONSES.
+        known: the known fields of the objects inside, such as CHAT.
         path: what precedes the names of the fields, such as "stream_options.".
 
     Raises: ApiError for a field that is refused.
@@ -146,7 +146,7 @@ def check_unknown(
 def find_ignored(body: dict[str, Any], known: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """Where unknown fields are, such as "messages[].timestamp". Raises: ApiError for a field that is refused.
 
-    Args: known: CHAT or RESPONSES.
+    Args: known: as CHAT.
     """
     for root in {re.split(r"\W", place)[0] for place in known}:
         yield from _find(body.get(root), root, known)

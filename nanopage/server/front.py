@@ -38,13 +38,13 @@ from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Set
 from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
 from nanopage.server.state import ServerState
-from nanopage.server.streaming import DONE, encode_event, until_gone
+from nanopage.server.streaming import DONE, PING, encode_event, until_gone
 
 logger = logging.getLogger("nanopage")
 
-TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 POOLING_PATHS = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
-POSTS = (*TEXT_PATHS, *POOLING_PATHS, *AUDIO_PATHS.values(), "/tokenize", "/detokenize")
+POSTS = (*TEXT_PATHS, *POOLING_PATHS, *AUDIO_PATHS.values(), "/tokenize", "/detokenize", "/v1/messages/count_tokens")
 GETS = ("/v1/models", "/tokenizer_info")  # and paths that begin with them
 HEADERS = (b"content-type", b"traceparent", b"tracestate")  # the client's headers that a replica gets
 MAX_CALLS = 100_000  # at once in a replica, for Ray Serve: the replica's own limits decide
@@ -52,6 +52,7 @@ SECONDS_TO_STOP = 5.0  # for replicas without calls to stop
 HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
 MAX_ATTEMPTS = 3  # at a call whose replicas die: the call may be what kills them
 REPLICA = "Replica"  # the deployment's name
+STOP, MESSAGE_ERROR = encode_event({"type": "message_stop"}), b"\nevent: error\n"  # the last events of /v1/messages
 # The event that says that the engine has died. It cannot contain anything that a client has sent.
 ERROR, ENGINE_DEAD = b'data: {"error":', b'"code":"engine_dead"'
 LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
@@ -351,9 +352,9 @@ class Front:
                     call.route.exclude.add(call.route.replica)
                     raise ReplicaGoneError(f"the engine of {call.route.replica} has died")
                 elif reply.streams and not reply.complete:
-                    num_events = (b"\n" + item).count(b"\ndata: ")
+                    num_events = (b"\n" + item).count(b"\ndata: ") - item.count(PING)
                     reply.num_events += num_events
-                    reply.complete = item.endswith(DONE)
+                    reply.complete = item.endswith((DONE, STOP)) or MESSAGE_ERROR in b"\n" + item
                     await direct({"type": "http.response.body", "body": item, "more_body": not reply.complete})
                     call.route.advance(num_events)
                 elif not reply.streams:
@@ -391,10 +392,12 @@ class Front:
     async def _end_stream(self, call: Call, reply: Reply, error: ApiError, direct: Send) -> None:
         if reply.complete:
             return
-        event = error.body()
+        is_message = call.path == "/v1/messages"
+        event = error.anthropic_body() if is_message else error.body()
         if call.path == "/v1/responses":  # its events have a type and a number
             event |= event["error"] | {"type": "error", "sequence_number": reply.num_events}
-        await direct({"type": "http.response.body", "body": encode_event(event) + DONE, "more_body": False})
+        body = encode_event(event) + (b"" if is_message else DONE)
+        await direct({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _metrics(self) -> bytes:
         num_running = len(self._running() - self.dead) if self.loaded else 0

@@ -29,7 +29,7 @@ def add_handlers(app: FastAPI) -> None:
 
 
 async def _reply(make_error: Callable[[Any], ApiError], request: Request, error: Exception) -> Response:
-    return make_error(error).response()
+    return make_error(error).response(request.url.path)
 
 
 async def _reply_to_nobody(request: Request, error: Exception) -> Response:

@@ -97,7 +97,7 @@ class Gate:
                 finally:
                     self.num_held -= num_bytes
         except ApiError as error:
-            await error.response()(scope, receive, reply)
+            await error.response(path)(scope, receive, reply)
         finally:
             method = scope["method"] if scope["method"] in ("GET", "POST") else "other"
             self.replies[method, path if path in self.paths else "other", status] += 1
@@ -114,12 +114,15 @@ class Gate:
         if not self.digests or path in self.open_paths:
             return ""
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        digest = _digest(key.strip())
+        given = [key] if scheme.lower() == b"bearer" else []
+        given += [headers[b"x-api-key"]] if b"x-api-key" in headers else []  # Anthropic's clients send it
+        digests = [_digest(key.strip()) for key in given]
         # Compare all keys, so that the time reveals nothing.
-        matches = [hmac.compare_digest(digest, known) for known in self.digests]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise ApiError(401, "the API key is missing or wrong (Authorization: Bearer KEY)", code="invalid_api_key")
-        return digest.hex()[:16]
+        matches = [digest for digest in digests for known in self.digests if hmac.compare_digest(digest, known)]
+        if not matches:
+            message = "the API key is missing or wrong (Authorization: Bearer KEY, or x-api-key: KEY)"
+            raise ApiError(401, message, code="invalid_api_key")
+        return matches[0].hex()[:16]
 
     async def _read_body(self, path: str, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         """The whole body; None if the client has gone. Raises: ApiError if it is too large or too slow, or if too much

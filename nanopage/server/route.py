@@ -81,7 +81,7 @@ def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
 
     Args: salt: keeps cached prefixes apart.
     """
-    prompt = [body[name] for name in ("instructions", "messages", "input", "prompt") if name in body]
+    prompt = [body[name] for name in ("instructions", "system", "messages", "input", "prompt") if name in body]
     text = msgspec.json.encode(prompt)
     digest, parts = hashlib.blake2b(f"{salt} {body.get('cache_salt')}".encode(errors="replace"), digest_size=16), []
     for start in range(0, min(len(text) // PART, MAX_PARTS) * PART, PART):

@@ -22,6 +22,7 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # what /v1/messages has instead of both
 
 GONE = "cut off"  # how a stream ends if its client goes away
 
@@ -55,6 +56,8 @@ class EventStream(Response):
 
     Args:
         failed: makes this event from the error.
+        silence: sent whenever nothing has been sent for a while.
+        done: the last bytes.
         end: awaited exactly once, with how the stream has ended, even if the client has gone before it began.
     """
 
@@ -66,10 +69,13 @@ class EventStream(Response):
         failed: Callable[[ApiError], dict],
         headers: dict[str, str],
         end: Callable[[str], Awaitable[None]],
+        silence: bytes = KEEP_ALIVE,
+        done: bytes = DONE,
     ):
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
         self.events, self.failed, self.end = events, failed, end
+        self.silence, self.done = silence, done
         self._how = "complete"
         self._last_sent = math.inf  # no comments before the head has been sent
 
@@ -101,7 +107,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": event, "more_body": True})
             self._last_sent = time.monotonic()
         self._last_sent = math.inf  # no comments from here on
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self.done, "more_body": False})
         return self._how
 
     async def _encoded(self) -> AsyncIterator[bytes]:
@@ -119,18 +125,18 @@ class EventStream(Response):
             yield encode_event(self.failed(error))
 
     async def _keep_alive(self, send: Send) -> None:
-        """Send a comment whenever nothing has been sent for a while."""
+        """Send `silence` whenever nothing has been sent for a while."""
         while True:
             silence = max(0.0, time.monotonic() - self._last_sent)
             if silence < KEEP_ALIVE_SECONDS:
                 await asyncio.sleep(KEEP_ALIVE_SECONDS - silence)
             else:
                 self._last_sent = time.monotonic()
-                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                await send({"type": "http.response.body", "body": self.silence, "more_body": True})
 
 
 def encode_event(event: dict) -> bytes:
-    name = f"event: {event['type']}\n" if "type" in event else ""  # of /v1/responses
+    name = f"event: {event['type']}\n" if "type" in event else ""  # of /v1/responses, /v1/messages
     return name.encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 

@@ -8,12 +8,15 @@ from nanopage.grammar.tool_definitions import Tool
 from nanopage.server.errors import ApiError, invalid
 from nanopage.server.generation import too_long
 from nanopage.server.images import check_sight
+from nanopage.server.message_body import MessagesBody
 from nanopage.server.protocol import ChatBody, ResponsesBody, TokenizeBody
 from nanopage.text.chat_template import MESSAGE_FIELDS
 from nanopage.text.prompts import PromptTooLongError
 from nanopage.text.tool_prompt import make_prompt
 
 TEMPLATE_KWARGS = ("enable_thinking", "thinking", "reasoning_effort", "date_string")  # clients may set these
+# A template that reads `thinking` in place of enable_thinking; and one where that may be a variable of its own
+THINKING, OWN = r"""{%-?\s*if\b[^%]*(?<![\w.'"])thinking\b(?!['"])""", r"\bset\s+thinking\b"
 TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort", "reasoning")  # in bodies
 
 
@@ -52,12 +55,17 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
         raise invalid(error, ("chat_template_kwargs", "messages")) from None
 
 
-def template_kwargs(llm: AsyncLLM, body: ChatBody | ResponsesBody | TokenizeBody) -> tuple[dict[str, Any], list[str]]:
+def template_kwargs(
+    llm: AsyncLLM, body: ChatBody | ResponsesBody | MessagesBody | TokenizeBody
+) -> tuple[dict[str, Any], list[str]]:
     """The variables that a body sets for the model's template, and the fields that set variables that the template does
     not read: clients send them to every model. Raises: ApiError for a variable that a client may not set."""
     tokenizer = llm.engine.tokenizer
     template = "" if tokenizer is None else tokenizer.template_for(bool(body.tools)) or ""
-    given: dict[str, tuple[str, Any]] = {"enable_thinking": ("enable_thinking", body.enable_thinking)}
+    words = {*re.findall(r"\w+", template)}
+    reads = re.search(r"\bthinking\s+is\b" if re.search(OWN, template) else THINKING, template)
+    switch = "thinking" if reads and "enable_thinking" not in words else "enable_thinking"
+    given: dict[str, tuple[str, Any]] = {"enable_thinking": (switch, body.enable_thinking)}
     given |= {
         f"reasoning.{name[:100]}": ("reasoning_effort" if name == "effort" else "", value)
         for name, value in (body.reasoning or {}).items()
@@ -65,7 +73,7 @@ def template_kwargs(llm: AsyncLLM, body: ChatBody | ResponsesBody | TokenizeBody
     given["reasoning_effort"] = ("reasoning_effort", body.reasoning_effort)
     for name, value in (body.chat_template_kwargs or {}).items():
         given[f"chat_template_kwargs.{name[:100]}"] = (name, value)
-    kwargs, ignored, words = {}, [], set(re.findall(r"\w+", template))
+    kwargs, ignored = {}, []
     for field, (name, value) in given.items():
         if value is None:
             continue

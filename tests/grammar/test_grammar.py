@@ -155,7 +155,7 @@ def function(**fields):
         ([function(), function()], r"tools\[1\].function.name"),
         ([function(name="")], r"tools\[0\].function.name"),
         ([function(name="a b")], r"tools\[0\].function.name"),
-        ([function(name="a" * 65)], r"tools\[0\].function.name"),
+        ([function(name="a" * 129)], r"tools\[0\].function.name"),
         ([function(name="a\n")], r"tools\[0\].function.name"),
         ([function(description=5)], r"tools\[0\].function.description"),
         ([function(strict="yes")], r"tools\[0\].function.strict"),

@@ -23,3 +23,21 @@ def llm(model):
     llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **OPTIONS))
     yield llm
     llm.shutdown()
+
+
+@pytest.fixture
+def say(llm, monkeypatch):
+    """Has the model write a text, and then end."""
+
+    def say(text):
+        todo = iter([*llm.engine.tokenizer.encode(text, add_special_tokens=False), 2])
+
+        def result():
+            found = original()
+            found.token_ids = [next(todo) for _ in found.token_ids]
+            return found
+
+        monkeypatch.setattr(llm.engine.executor, "result", result)
+
+    original = llm.engine.executor.result
+    return say

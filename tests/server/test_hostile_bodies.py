@@ -12,6 +12,7 @@ from nanopage import AsyncLLM, EngineArgs
 from nanopage.server import json_body
 from nanopage.server.adapters import LoadBody, UnloadBody
 from nanopage.server.app import create_app
+from nanopage.server.message_body import CountBody, MessagesBody
 from nanopage.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -24,6 +25,7 @@ from nanopage.server.protocol import (
 )
 from nanopage.server.state import ServerState
 
+STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 DEEP = "[" * 940 + "]" * 940
 # As JSON, because Python cannot write some of them.
 VALUES = [
@@ -56,6 +58,8 @@ VALUES = [
 MESSAGE, CALL = {"role": "user", "content": "Hi"}, {"id": "a", "type": "function", "function": {"name": "f"}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 ITEM = {"type": "message", "role": "user", "content": "Hi"}
+RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": {"type": "base64"}}]}
+USE = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 SHORT = {"max_tokens": 1, "temperature": 0}
 # path -> (its body, one that is right, places in it beside the fields of the body)
 TEXT = {
@@ -96,6 +100,29 @@ TEXT = {
             "tool_choice.name": {"tool_choice": {"type": "function"}},
         },
     ),
+    "/v1/messages": (
+        MessagesBody,
+        {"messages": [MESSAGE], **SHORT},
+        {
+            **{f"messages.0.{name}": {} for name in ("role", "content", "x")},
+            **{
+                f"messages.0.content.0.{name}": {"messages": [{"role": "user", "content": [RESULT]}]}
+                for name in ("type", "tool_use_id", "content", "is_error", "content.0.type", "content.0.source.data")
+            },
+            **{
+                f"messages.0.content.0.{name}": {"messages": [{"role": "assistant", "content": [USE]}, MESSAGE]}
+                for name in ("type", "id", "name", "input", "input.a")
+            },
+            **{f"tools.0.{name}": {"tools": [{"name": "f", "input_schema": {}}]} for name in ("name", "input_schema")},
+            "tool_choice.type": {"tool_choice": {}},
+            "thinking.type": {"thinking": {}},
+            "thinking.budget_tokens": {"thinking": {"type": "enabled"}},
+            "output_config.format": {"output_config": {}},
+            "metadata.user_id": {"metadata": {}},
+            "context_management.edits": {"context_management": {}},
+        },
+    ),
+    "/v1/messages/count_tokens": (CountBody, {"messages": [MESSAGE]}, {}),
     "/tokenize": (TokenizeBody, {"prompt": "Hi"}, {"messages": {"prompt": None}}),
     "/detokenize": (DetokenizeBody, {"tokens": [1]}, {"tokens.0": {}}),
     "/v1/load_lora_adapter": (LoadBody, {"lora_name": "a", "lora_path": "/nowhere"}, {}),
@@ -129,7 +156,7 @@ async def attack(app, path, wrong):
     async def post(place, body):
         reply = await call(app, "POST", path, body)
         streams = reply.headers.get("content-type", "").startswith("text/event-stream")
-        if reply.status >= 500 or (streams and not reply.body.endswith(b"data: [DONE]\n\n")):
+        if reply.status >= 500 or (streams and not reply.body.endswith((b"data: [DONE]\n\n", STOP))):
             found.append((place, body[:300], reply.status, reply.body[:300]))
         elif streams:
             assert b"server_error" not in reply.body and b"failed" not in reply.body, (place, body[:300])

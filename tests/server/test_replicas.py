@@ -238,6 +238,9 @@ def test_what_a_client_sends_is_not_taken_for_the_death_of_an_engine(cluster):
     body = {"input": "Hi", "metadata": {"code": "engine_dead"}, "max_output_tokens": 2}
     for stream in (False, True):
         assert cluster.request("POST", "/v1/responses", body | {"stream": stream})[0] == 200
+        message = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": stream}
+        status, _, text = cluster.request("POST", "/v1/messages", message)
+        assert status == 200 and text.endswith(front.STOP if stream else b"}")
     assert cluster.metric("nanopage:replica_retries_total") == before
 
 
@@ -337,6 +340,18 @@ def test_the_error_of_a_stream_is_an_event_of_its_kind(monkeypatch, path):
     if path == "/v1/responses":  # whose events have types and numbers
         assert event.startswith(b"event: error\n")
         assert (error["type"], error["code"], error["sequence_number"]) == ("error", "replica_died", 2)
+
+
+def test_the_error_of_a_message_is_its_last_event(monkeypatch):
+    sent, server = relay(monkeypatch, "/v1/messages", [HEAD, front.PING, b"event: x\ndata: {}\n\n"], GONE)
+    event, end = sent[-1]["body"].split(b"\n\n")
+    assert (event.partition(b"\ndata: ")[0], end, server.num_attempts) == (b"event: error", b"", 1)
+    assert json.loads(event.partition(b"data: ")[2])["error"]["type"] == "overloaded_error"
+    _, server = relay(monkeypatch, "/v1/messages", [HEAD, front.PING], GONE)
+    assert server.num_attempts == front.MAX_ATTEMPTS  # a ping is no part of the answer
+    for last in (front.STOP, b'event: error\ndata: {"type":"error","error":{}}\n\n'):
+        sent, _ = relay(monkeypatch, "/v1/messages", [HEAD, last, b""], GONE)
+        assert [message.get("body") for message in sent] == [None, last]
 
 
 @pytest.mark.parametrize("error", [GONE, ValueError("made up")])

@@ -95,6 +95,31 @@ def test_responses_take_images(app):
     assert reply.status == 400 and reply.error["param"] == "input[0].content[1]"
 
 
+def test_messages_take_images_also_in_results_of_tools(app):
+    media, _, data = FIRST.removeprefix("data:").partition(";base64,")
+    image = {"type": "image", "source": {"type": "base64", "media_type": media, "data": data}}
+    body = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    content = [{"type": "text", "text": "the cat"}, image]
+    reply = post(app, "/v1/messages", messages=[{"role": "user", "content": content}])
+    chat = post(app, messages=[message("the cat", FIRST)])
+    assert reply.json["content"][0]["text"] == chat.json["choices"][0]["message"]["content"]
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    begun = [message("see"), {"role": "assistant", "content": "", "tool_calls": calls}]
+    result = {"role": "tool", "tool_call_id": "1", "content": "done"}
+    chat = post(app, messages=[*begun, result, message(FIRST, "look")]).json
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    done = {"type": "tool_result", "tool_use_id": "1", "content": [image, {"type": "text", "text": "done"}]}
+    conversation = [message("see"), {"role": "assistant", "content": [use]}]
+    conversation.append({"role": "user", "content": [done, {"type": "text", "text": "look"}]})
+    reply = post(app, "/v1/messages", messages=conversation).json
+    assert reply["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    count = asyncio.run(call(app, "POST", "/v1/messages/count_tokens", {"messages": conversation})).json
+    assert count["input_tokens"] == chat["usage"]["prompt_tokens"] > 150
+    image["source"]["data"] = "AAAA"
+    reply = asyncio.run(call(app, "POST", "/v1/messages", body | {"messages": conversation}))
+    assert reply.status == 400 and reply.error["message"].startswith("messages[2].content[0].content[0]: ")
+
+
 def part(**image):
     return [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", **image}]}]
 
