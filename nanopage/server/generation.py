@@ -26,12 +26,14 @@ class Generation:
 
     body: what the client has asked for.
     streams: one stream for each prompt.
+    rename: gives an error the endpoint's names of the fields, if they are not those of `body`.
     on_finish: called with the last output of each request that has ended, before it is read.
     """
 
     def __init__(self, llm: AsyncLLM, body: SamplingBody | PoolingBody):
         self.llm, self.body = llm, body
         self.streams: list[RequestStream] = []
+        self.rename: Callable[[ApiError], ApiError] = lambda error: error
         self.on_finish: Callable[[RequestOutput], None] | None = None
 
     async def aclose(self) -> None:
@@ -71,7 +73,7 @@ class Generation:
             if self.llm.engine.dead_error is not None:
                 raise EngineDeadError(output.error)
             if re.match(FIELD, output.error):  # the client's grammar, not the engine
-                raise self.body.invalid(ValueError(output.error))
+                raise self.rename(self.body.invalid(ValueError(output.error)))
             logger.error(f"request {output.request_id} failed: {output.error}")
             message = f"the request could not be completed: the server's log has the reason, for {output.request_id}"
             raise ApiError(500, message, code="request_failed")

@@ -124,7 +124,9 @@ class Messages:
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
-        return await self._attempt(lambda: self.chat.start(entered))
+        generation = await self._attempt(lambda: self.chat.start(entered))
+        generation.rename = lambda error: renamed(error, self.conversation.places, NAMES)
+        return generation
 
     async def count(self) -> int:
         """The tokens of the prompt. Raises: ApiError."""

@@ -70,9 +70,11 @@ class Responses:
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
         try:
-            return await self.chat.start(entered)
+            generation = await self.chat.start(entered)
         except ApiError as error:
             raise renamed(error, self.places, NAMES) from None
+        generation.rename = lambda error: renamed(error, self.places, NAMES)
+        return generation
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
         """The whole response."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import threading
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
@@ -12,6 +13,11 @@ from test_api import CHAT, HELLO, TEXT, post
 from nanopage import SamplingParams, StructuredOutputsParams
 from nanopage.grammar import structured as structured_module
 from nanopage.server.app import create_app
+from nanopage.server.errors import ApiError
+from nanopage.server.message_body import MessagesBody
+from nanopage.server.messages import Messages
+from nanopage.server.protocol import ResponsesBody
+from nanopage.server.responses import Responses
 from nanopage.server.state import ServerState
 
 RESPONSES = "/v1/responses"
@@ -220,3 +226,26 @@ def test_a_grammar_that_becomes_too_complex_is_the_clients_fault(app):
         app, RESPONSES, {"input": "Hello", "structured_outputs": {"grammar": COMPLEX}, "logit_bias": {"91": 90}}
     )
     assert (reply.status, reply.error["param"]) == (400, "structured_outputs.grammar"), reply.body
+
+
+OBJECT, ANY = {"type": "json_object"}, {"type": "json_schema", "schema": {}}
+CALLS = {  # name of the form -> a call that has one
+    "text.format": (Responses, ResponsesBody(input="a", text={"format": OBJECT})),
+    "output_config.format": (Messages, MessagesBody(messages=HELLO, max_tokens=5, output_config={"format": ANY})),
+}
+
+
+@pytest.mark.parametrize("place", CALLS)
+def test_a_form_that_fails_while_it_is_followed_has_the_endpoints_name(llm, place):
+    kind, body = CALLS[place]
+
+    async def fail():
+        generation = await kind(llm, body, "tiny").start(lambda: None)
+        try:
+            generation._check(SimpleNamespace(finished=False, error="structured_outputs.json: it is too complex"))
+        finally:
+            await generation.aclose()
+
+    with pytest.raises(ApiError, match=f"^{place}: it is too complex") as raised:
+        asyncio.run(fail())
+    assert raised.value.param == place
