@@ -311,7 +311,7 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
     # The smallest model with such a layer. Its weights are never filled.
     experts = None if config.experts is None else replace(config.experts, layers=(has_experts,))
     windows = (STATE if has_state else None,)
-    small = replace(config, num_layers=1, sliding_windows=windows, vocab_size=64, experts=experts)
+    small = replace(config, num_layers=1, sliding_windows=windows, vocab_size=64, experts=experts, encoders={})
     model = meta_model(small).to(dtype).to_empty(device="cpu").requires_grad_(False)
     if part == "head":
         compile_head(model.norm, config, dtype, tiled, num_rows, directory / name)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -28,6 +29,7 @@ from helpers import (
 )
 from rich.progress import Progress
 from safetensors.torch import load_file
+from seeing import idefics_model
 from test_gguf import SMOLLM, model_for, write_gguf
 from test_lora import save_adapter
 from test_models import LENGTHS, PLANS, packed
@@ -38,6 +40,7 @@ from nanopage import EngineConfig, LLMEngine, LoRARequest, SamplingParams
 from nanopage.__main__ import app
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.build import build_engine
+from nanopage.config.model import ModelConfig
 from nanopage.cpu import aot, aot_chain, aot_compile
 from nanopage.cpu.compiled_files import LOCK, digest, find_file
 from nanopage.cpu.packed import pack
@@ -326,6 +329,18 @@ def test_layers_with_a_state_can_be_exported_for_any_number_of_sequences(tmp_pat
     one, many, prompts = exported
     assert one == [1, 1, 1] and [len(many), len(prompts)] == [3, 10]
     assert all(isinstance(size, torch.SymInt) for size in many + prompts)
+
+
+def test_layers_of_a_model_that_sees_images_can_be_exported(tmp_path, monkeypatch):
+    """The process that compiles has the config of the encoder as plain JSON, and needs no encoder."""
+    exported = []
+    monkeypatch.setattr(aot_compile, "_export", lambda *arguments: exported.append(arguments[3].name))
+    idefics_model(tmp_path)
+    compiled = compiled_of(tmp_path)
+    config = msgspec.json.decode(compiled.spec["config"], type=ModelConfig)
+    for name in [name for name, (part, _) in compiled.files.items() if part in ("before", "after")]:
+        aot_compile.make_part(compiled.spec, config, tmp_path, name)
+    assert len(exported) == 4
 
 
 @pytest.mark.skipif(not LONG, reason="compiles for 40 s; runs with NANOPAGE_LONG_TESTS=1")
