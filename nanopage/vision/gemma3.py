@@ -40,6 +40,10 @@ class Gemma3Images:
         square = np.asarray(image.resize((self.size, self.size), self.pixels.resample))
         return f"\n\n{BEGIN}{IMAGE * self.tokens}{END}\n\n", [np.ascontiguousarray(square.transpose(2, 0, 1))]
 
+    def count(self, array: np.ndarray) -> tuple[int, int]:
+        """As in `vision.reader.Images`."""
+        return self.tokens, self.patches
+
 
 def read_images(path: Path, config: Gemma3Config) -> Gemma3Images:
     """Read how a model's images are prepared. Raises: ValueError naming the file and the field."""

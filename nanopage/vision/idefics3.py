@@ -69,6 +69,10 @@ class Idefics3Images:
         squares = [_array(image.crop(box)) for box in boxes]
         return f"{text}\n{whole_text}", [*squares, _square(image, tile, self.pixels)]
 
+    def count(self, array: np.ndarray) -> tuple[int, int]:
+        """As in `vision.reader.Images`."""
+        return self.tokens, self.patches
+
 
 def read_images(path: Path, config: Idefics3Config) -> Idefics3Images:
     """Read how a model's images are prepared. Raises: ValueError naming the file and the field."""

@@ -28,21 +28,24 @@ PREPARED_BYTES = 128 * 2**20  # of images that are kept
 class Images(Protocol):
     """How a model's images are prepared (vision/idefics3.py, vision/gemma3.py).
 
-    pixels: how the encoder prepares pixels. tokens, patches: of each array that `read` returns.
-    placeholder: what stands for an image in a prompt.
+    pixels: how the encoder prepares pixels. placeholder: what stands for an image in a prompt.
     """
 
     pixels: Pixels
-    tokens: int
-    patches: int
     placeholder: str
 
     def read(self, image: "Image") -> tuple[str, list[np.ndarray]]:
-        """The text in place of an image's placeholder, and what its tokens stand for: uint8 [3, height, width]."""
+        """The text in place of an image's placeholder, and what its tokens stand for: uint8 [3, height, width].
+
+        Raises: ValueError for an image of a size that the model does not take.
+        """
+
+    def count(self, array: np.ndarray) -> tuple[int, int]:
+        """How many tokens and how many patches an array of `read` has."""
 
 
 class ImageConfig(Protocol):
-    """image_token: the token of which `Images.tokens` stand for an array. whole: see `Item`."""
+    """image_token: the token of which several stand for an array of `Images.read`. whole: see `Item`."""
 
     image_token: int
     whole: bool
@@ -112,10 +115,11 @@ class ImageReader:
         for array in arrays:
             self._count(array.nbytes)
             weakref.finalize(array, self._count, -array.nbytes)
-        tokens, cost = self.images.tokens, self.images.patches
-        items = [make_item("image", 0, tokens, {"pixels": array} | self.scaling, cost) for array in arrays]
-        for item in items:
-            item.whole = self.config.whole
+        items = []
+        for array in arrays:
+            tokens, patches = self.images.count(array)
+            items.append(make_item("image", 0, tokens, {"pixels": array} | self.scaling, patches))
+            items[-1].whole = self.config.whole
         with self.lock:
             self.prepared[key] = text, items
             while len(self.prepared) > 1 and self._num_bytes() > PREPARED_BYTES:
@@ -135,11 +139,13 @@ class ImageReader:
         while text.startswith("\n") and token_ids and (before := self._newlines(token_ids[-1])):
             text = before + text
             token_ids.pop()
-        new, tokens = self.tokenizer.encode(text, add_special_tokens=False), self.images.tokens
+        new = self.tokenizer.encode(text, add_special_tokens=False)
         places = [place for place, token_id in enumerate(new, len(token_ids)) if token_id == self.config.image_token]
-        if len(places) != tokens * len(items):
+        if len(places) != sum(item.length for item in items):
             raise ValueError(f"the tokenizer does not make the token {self.config.image_token} of an image's text")
-        prompt.items += [replace(item, position=place) for place, item in zip(places[::tokens], items, strict=True)]
+        for item in items:
+            prompt.items.append(replace(item, position=places[0]))
+            del places[: item.length]
         token_ids += new
 
     def _newlines(self, token_id: int) -> str:
