@@ -92,6 +92,12 @@ MAX_SIZES = {
     "scale_factor": 2**6,
     "longest_edge": 2**13,
     "mm_tokens_per_image": 2**14,
+    "depth": 2**10,
+    "embed_dim": 2**18,
+    "mlp_ratio": 2**6,
+    "spatial_merge_size": 2**6,
+    "temporal_patch_size": 2**6,
+    "window_size": 2**13,
 }
 
 # The accepted range of each number. Outside it float32 overflows, or no trained model has such a value.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanopage.config.model import ModelConfig
 from nanopage.device import to_device
+from nanopage.items.axes import Axes
 from nanopage.models.meta import family_of
 from nanopage.step import Batch, Item
 
@@ -26,6 +27,9 @@ class ItemRows:
         encoders: of the model, by kind of item (see `Decoder.encoders`).
         dtype: of the hidden states.
         most_bytes: the most that outputs of encoders may take together. The newest is kept in any case.
+
+    axes: of a model whose images have positions of three axes (startup/worker.py sets it).
+    embeds: whether rows take the place of embeddings. No: a later stage gets hidden states.
     """
 
     def __init__(
@@ -39,6 +43,8 @@ class ItemRows:
         self.encoders, self.dtype, self.device, self.most_bytes = encoders, dtype, device, most_bytes
         # Gemma, for example, multiplies its own embeddings only.
         self.scale = config.embedding_scale if getattr(family_of(config), "SCALES_EMBEDS", False) else 1.0
+        self.axes: Axes | None = None
+        self.embeds = True
         self.left: dict[int, list[Item]] = {}  # row of the sequence table -> its items that steps have not passed
         self.outputs: OrderedDict[bytes, Tensor] = OrderedDict()  # by hash, the least recently used first
 
@@ -48,6 +54,8 @@ class ItemRows:
             self.left[new.row] = new.items
         for fork in batch.forks:  # the parent has computed the prompt
             self.left[fork.row] = []
+        if self.axes is not None:
+            self.axes.update(batch)
         for row, start in zip(batch.rows, batch.starts, strict=True):
             if items := self.left.get(row):
                 self.left[row] = [item for item in items if item.position + max(item.length, 1) > start]
@@ -60,11 +68,25 @@ class ItemRows:
         """The tokens of a step of T tokens that belong to items: their indices among them, int64 [N], and their rows,
         [N, hidden_size]. None if there are none."""
         parts = list(self._parts(batch))
-        if not parts:
+        if not parts or not self.embeds:
             return None
         places = np.concatenate([np.arange(place, place + end - first) for place, _, first, end in parts])
         rows = torch.cat([self._rows(item, first, end) for _, item, first, end in parts])
         return to_device(torch.from_numpy(places), self.device), rows
+
+    def positions_of(self, batch: Batch, places: Tensor) -> Tensor:
+        """The positions of the T tokens of a batch: int64 [T], or [T, 3] (see items/axes.py).
+
+        Args: places: of the tokens in their sequences, int64 [T].
+        """
+        return places if self.axes is None else self.axes.of(batch, places)
+
+    def positions_after(self, rows: Tensor, places: Tensor) -> Tensor:
+        """The same of B tokens that lie behind all items of their sequences: int64 [B]. A CUDA graph may capture it.
+
+        Args: rows: of the sequence table, int64 [B].
+        """
+        return places if self.axes is None else places + self.axes.shifts[rows]
 
     def output(self, item: Item) -> Tensor:
         """The output of an item's encoder: [length, hidden_size], or what cross-attention reads."""

@@ -50,7 +50,7 @@ class StepContext:
     """What layers need to know about a step of T tokens, in addition to their hidden states. The way that runs a step
     makes it, and `Decoder.forward` adds the rotations.
 
-    positions   int64 [T], of each token in its sequence
+    positions   int64 [T], of each token in its sequence; [T, 3] where an image has three axes (see items/axes.py)
     attentions  of each kind of layers (see state/layer_kinds.py); with a state, StatePages (worker/state_pages.py)
     kinds       of each layer, the index of its kind in `attentions`
     kv_caches   of each layer, [2, num_blocks, num_kv_heads, head_dim * block_size]; written in place

@@ -26,6 +26,7 @@ from nanopage.device import resolve_device, resolve_dtype, resolve_kv_dtype, set
 from nanopage.distributed.division import layers_of_stage
 from nanopage.distributed.parallel import PartialWay, Ranks
 from nanopage.distributed.part import WHOLE, Part
+from nanopage.items.axes import Axes
 from nanopage.items.encoded import WriteEncoded
 from nanopage.items.rows import ItemRows
 from nanopage.layers.linear import Linear
@@ -109,9 +110,13 @@ def build_worker(
         becomes = wings.stored_as or str(setup.dtype).removeprefix("torch.")
         logger.info(f"the weights of {path.name} ({quantized.method}: {quantized.layout}) become {becomes}")
     takes_embeds = config.enable_prompt_embeds or config.enable_prompt_adapter
-    if part.is_first and not model_config.is_encoder and (takes_embeds or model.encoders):
+    image = model_config.encoders.get("image")
+    unit = getattr(image, "unit", None)  # of positions in images, which later stages need, too
+    if (part.is_first or unit) and not model_config.is_encoder and (takes_embeds or model.encoders):
         wings.items = ItemRows(model_config, model.encoders, setup.dtype, device)
-        if getattr(model_config.encoders.get("image"), "whole", False):
+        wings.items.embeds = part.is_first
+        wings.items.axes = None if unit is None else Axes(unit, config.max_num_seqs + 1, device)
+        if getattr(image, "whole", False):
             wings.wrap = partial(WholeWay, items=wings.items)
     if config.enable_lora:
         model = attach_adapters(setup, model, wings, _choose_add(setup))

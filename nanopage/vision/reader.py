@@ -26,7 +26,7 @@ PREPARED_BYTES = 128 * 2**20  # of images that are kept
 
 
 class Images(Protocol):
-    """How a model's images are prepared (vision/idefics3.py, vision/gemma3.py).
+    """How a model's images are prepared (vision/idefics3.py, vision/gemma3.py, vision/qwen2_vl.py).
 
     pixels: how the encoder prepares pixels. placeholder: what stands for an image in a prompt.
     """

@@ -135,7 +135,8 @@ class CUDAGraphs:
         )
         attentions = [self._make_attention(slots, tables, lens, num_splits) for slots, tables, lens in pages]
         layers = self.kv_cache.kinds.of_layers, self.kv_cache.layers
-        step = StepContext(positions, attentions, *layers, adapters=table.adapters_of(rows))
+        places = positions if table.items is None else table.items.positions_after(rows, positions)
+        step = StepContext(places, attentions, *layers, adapters=table.adapters_of(rows))
         logits = self.model.logits(self.model(input_ids, step))
         # A sequence's length is the position of the token to be sampled.
         tokens = self.sample_all(logits, rows, seq_lens, sampling.temperature, sampling.seed, sampling.limits)

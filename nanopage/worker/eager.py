@@ -106,7 +106,9 @@ def prepare(
         lengths = torch.from_numpy(counts), torch.from_numpy(seq_lens)
         plain = GroupedAttention(slots[kind], block_tables[kind], *lengths)
         attentions.append(plain if make_attention is None else make_attention(plain))
-    embeds = None if table.items is None else table.items.embeds_of(batch)
+    embeds = None
+    if (items := table.items) is not None:
+        embeds, places = items.embeds_of(batch), items.positions_of(batch, places)
     layers = kv_cache.kinds.of_layers, kv_cache.layers
     return input_ids, StepContext(places, attentions, *layers, adapters=table.adapters_of(token_rows), embeds=embeds)
 

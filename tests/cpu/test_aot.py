@@ -29,7 +29,7 @@ from helpers import (
 )
 from rich.progress import Progress
 from safetensors.torch import load_file
-from seeing import idefics_model
+from seeing import idefics_model, qwen_model
 from test_gguf import SMOLLM, model_for, write_gguf
 from test_lora import save_adapter
 from test_models import LENGTHS, PLANS, packed
@@ -331,11 +331,12 @@ def test_layers_with_a_state_can_be_exported_for_any_number_of_sequences(tmp_pat
     assert all(isinstance(size, torch.SymInt) for size in many + prompts)
 
 
-def test_layers_of_a_model_that_sees_images_can_be_exported(tmp_path, monkeypatch):
+@pytest.mark.parametrize("save", [idefics_model, qwen_model])
+def test_layers_of_a_model_that_sees_images_can_be_exported(save, tmp_path, monkeypatch):
     """The process that compiles has the config of the encoder as plain JSON, and needs no encoder."""
     exported = []
     monkeypatch.setattr(aot_compile, "_export", lambda *arguments: exported.append(arguments[3].name))
-    idefics_model(tmp_path)
+    save(tmp_path)
     compiled = compiled_of(tmp_path)
     config = msgspec.json.decode(compiled.spec["config"], type=ModelConfig)
     for name in [name for name, (part, _) in compiled.files.items() if part in ("before", "after")]:

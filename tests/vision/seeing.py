@@ -147,3 +147,35 @@ def gemma_model(directory, tower=None, text=None, **fields):
     size = {"size": {"height": tower["image_size"], "width": tower["image_size"]}, "do_pan_and_scan": None}
     (directory / "preprocessor_config.json").write_text(json.dumps(size))
     return model, tokenizer
+
+
+QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_SIZE = {"shortest_edge": 100, "longest_edge": 5000}
+
+
+def qwen_model(directory, family="qwen2_5_vl", tower=None, preprocessor=None, text=None, **fields):
+    """Save a tiny Qwen2.5-VL or Qwen2-VL. Returns transformers' model and its tokenizer."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = save_tokenizer(directory, QWEN_TOKENS, IDEFICS_TEMPLATE.replace("<image>", QWEN_PLACE))
+    newer = {"hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 64, "window_size": 16}
+    shape = newer | {"fullatt_block_indexes": [1]} if family == "qwen2_5_vl" else {"embed_dim": 48, "hidden_size": 64}
+    sections = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+    config = AutoConfig.for_model(
+        family,
+        text_config=TEXT | {"vocab_size": VOCAB_SIZE + 4, "rope_parameters": sections} | (text or {}),
+        vision_config=shape | {"depth": 3, "num_heads": 4, "patch_size": 4, "initializer_range": 0.1} | (tower or {}),
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
+        **fields,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = randomize(model)
+    model.save_pretrained(directory)
+    sizes = {"patch_size": 4, "merge_size": config.vision_config.spatial_merge_size}
+    temporal = {"temporal_patch_size": config.vision_config.temporal_patch_size}
+    written = sizes | temporal | {"size": QWEN_SIZE} | (preprocessor or {})
+    (directory / "preprocessor_config.json").write_text(json.dumps(written))
+    return model, tokenizer

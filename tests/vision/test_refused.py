@@ -4,7 +4,17 @@ import json
 
 import pytest
 from helpers import VOCAB_SIZE
-from seeing import IDEFICS_TOKENS, PREPROCESSOR, TEXT, TOWER, gemma_model, idefics_model, picture, save_tokenizer
+from seeing import (
+    IDEFICS_TOKENS,
+    PREPROCESSOR,
+    QWEN_TOKENS,
+    TEXT,
+    TOWER,
+    gemma_model,
+    idefics_model,
+    picture,
+    save_tokenizer,
+)
 
 from nanopage import LLM, EngineArgs
 from nanopage.checks.fields import MAX_SIZES
@@ -26,10 +36,26 @@ GEMMA = {
     "vision_config": TOWER,
     "mm_tokens_per_image": 16,
 }
+QWEN_TOWER = {"depth": 2, "hidden_size": 48, "intermediate_size": 80, "num_heads": 4, "out_hidden_size": 64}
+ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+QWEN = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "text_config": {"vocab_size": VOCAB_SIZE + len(QWEN_TOKENS), "rope_parameters": ROPE, **TEXT},
+    "vision_config": QWEN_TOWER,
+    "image_token_id": VOCAB_SIZE + 2,
+}
+OLDER = QWEN | {
+    "architectures": ["Qwen2VLForConditionalGeneration"],
+    "vision_config": {"depth": 2, "embed_dim": 48, "num_heads": 4, "hidden_size": 64},
+}
 
 
 def tower(**fields):
     return {"vision_config": TOWER | fields}
+
+
+def qwen(**fields):
+    return {"vision_config": QWEN_TOWER | fields}
 
 
 FIELDS = [
@@ -54,6 +80,30 @@ FIELDS = [
     ),
     (IDEFICS, {"scale_factor": 10**9}, "scale_factor must be at most 64"),
     (GEMMA, {"mm_tokens_per_image": 10**9}, "mm_tokens_per_image must be at most 16,384"),
+    (QWEN, {"image_token_id": -1}, "image_token_id must be a token of the vocabulary"),
+    (QWEN, {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+    (QWEN, {"rope_scaling": ROPE | {"mrope_section": [8, 8]}}, "mrope_section must be integers whose sum is 8"),
+    (QWEN, {"rope_scaling": ROPE | {"mrope_section": [9, -1]}}, "mrope_section must be integers whose sum is 8"),
+    (QWEN, {"rope_scaling": {"rope_type": "axial"}}, "rope_parameters of type 'axial' is not supported"),
+    (QWEN, qwen(in_channels=1), "vision_config: in_channels 1 is not supported"),
+    (QWEN, qwen(out_hidden_size=32), "vision_config: out_hidden_size 32 is not supported; supported: 64"),
+    (QWEN, qwen(rope_parameters={"rope_type": "yarn"}), "vision_config: rope_parameters of type 'yarn'"),
+    (QWEN, qwen(rope_parameters={"rope_theta": 0}), "vision_config: rope_theta must be a number"),
+    (QWEN, qwen(fullatt_block_indexes=3), "vision_config: fullatt_block_indexes must be a list of integers"),
+    (QWEN, qwen(num_heads=5), "vision_config: num_heads must divide 48 into heads of a multiple of 4"),
+    (QWEN, qwen(num_heads=8), "vision_config: num_heads must divide 48 into heads of a multiple of 4"),
+    (QWEN, qwen(head_dim=8), r"vision_config: head_dim 8 is not supported; supported: 12"),
+    (QWEN, qwen(window_size=27), "vision_config: window_size is less than 28, the pixels of a token"),
+    (QWEN, qwen(hidden_act="quick_gelu"), "vision_config: hidden_act 'quick_gelu' is not supported"),
+    (OLDER, {"vision_config": {"hidden_size": 32}}, "vision_config: hidden_size 32 is not supported; supported: 64"),
+    *(
+        (QWEN, qwen(**{name: 10**9}), f"vision_config: {name} must be at most {MAX_SIZES[name]:,}")
+        for name in ("depth", "spatial_merge_size", "temporal_patch_size", "window_size")
+    ),
+    *(
+        (OLDER, {"vision_config": {name: 10**9}}, f"vision_config: {name} must be at most {MAX_SIZES[name]:,}")
+        for name in ("embed_dim", "mlp_ratio")
+    ),
 ]
 
 
@@ -78,13 +128,22 @@ PROCESSORS = [
     (GEMMA, {"size": {"height": 16, "width": 32}}, "size must be a height and a width of 32"),
     (GEMMA, {"do_resize": False}, "do_resize false is not supported"),
     (GEMMA, {"do_pan_and_scan": True}, "do_pan_and_scan true is not supported"),
+    (QWEN, {"do_resize": False}, "do_resize false is not supported"),
+    (QWEN, {"patch_size": 16}, "patch_size is 16, but 14 in vision_config"),
+    (QWEN, {"merge_size": 3}, "merge_size is 3, but 2 in vision_config"),
+    (QWEN, {"temporal_patch_size": None, "merge_size": 1}, "merge_size is 1, but 2 in vision_config"),
+    (QWEN, {"temporal_patch_size": 1}, "temporal_patch_size is 1, but 2 in vision_config"),
+    (QWEN, {"size": {"height": 16}}, "size with 'height' is not supported"),
+    (QWEN, {"size": {"longest_edge": 16}}, r"min_pixels \(or size: shortest_edge\) must be an integer from 1"),
+    (QWEN, {"max_pixels": 10**9}, r"max_pixels \(or size: longest_edge\) must be an integer from 1 to 67,108,864"),
+    (QWEN, {"min_pixels": True}, r"min_pixels \(or size: shortest_edge\) must be an integer"),
 ]
 
 
 @pytest.mark.parametrize(("config", "fields", "error"), PROCESSORS, ids=[error[:60] for *_, error in PROCESSORS])
 def test_fields_of_the_image_processor(config, fields, error, tmp_path):
-    save_tokenizer(tmp_path, IDEFICS_TOKENS, "")
-    size = PREPROCESSOR if config is IDEFICS else {"size": {"height": 32, "width": 32}}
+    save_tokenizer(tmp_path, QWEN_TOKENS if config is QWEN else IDEFICS_TOKENS, "")
+    size = {"size": {"height": 32, "width": 32}} if config is GEMMA else PREPROCESSOR if config is IDEFICS else {}
     for name, written in (
         ("preprocessor_config.json", size | fields),
         ("processor_config.json", {"image_processor": size | fields}),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from helpers import ForkedLink
-from seeing import gemma_model, idefics_model, picture
+from seeing import QWEN_PLACE, gemma_model, idefics_model, picture, qwen_model
 
 from nanopage import LLM, SamplingParams
 
@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # (blocks, tokens of a step, other options). The blocks are too few for all prompts at once.
 SQUARES = ((30, 16, {}), (50, 50, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}))
 WHOLE = ((120, 10, {"block_size": 4}), (60, 33, {"preemption_mode": "swap"}))
+AXES = ((8, 16, {}), (8, 7, {"speculative_config": SQUARES[1][2]["speculative_config"], "preemption_mode": "swap"}))
 SMALL = {"preprocessor": {"size": {"longest_edge": 64}}}
 
 
@@ -33,8 +34,12 @@ def answers(llm, *asked):
 
 @pytest.mark.parametrize(
     ("save", "options", "placeholder", "ways"),
-    [(idefics_model, SMALL, "<image>", SQUARES), (gemma_model, {}, "<start_of_image>", WHOLE)],
-    ids=["SmolVLM", "Gemma 3"],
+    [
+        (idefics_model, SMALL, "<image>", SQUARES),
+        (gemma_model, {}, "<start_of_image>", WHOLE),
+        (qwen_model, {}, QWEN_PLACE, AXES),
+    ],
+    ids=["SmolVLM", "Gemma 3", "Qwen2.5-VL"],
 )
 def test_scheduling_never_changes_the_answer(save, options, placeholder, ways, tmp_path):
     save(tmp_path, **options)
@@ -50,11 +55,18 @@ def test_scheduling_never_changes_the_answer(save, options, placeholder, ways, t
             assert answers(llm, *zip(prompts, params, strict=True)) == expected
 
 
-def test_divided_models_see_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("save", "options", "placeholder"),
+    [(idefics_model, SMALL, "<image>"), (qwen_model, {}, QWEN_PLACE)],
+    ids=["SmolVLM", "Qwen2.5-VL"],
+)
+def test_divided_models_see_the_same(save, options, placeholder, tmp_path, monkeypatch):
     monkeypatch.setattr("nanopage.distributed.process_executor.ProcessLink", ForkedLink)
-    idefics_model(tmp_path, text={"vocab_size": 320, "num_hidden_layers": 2}, **SMALL)
+    save(tmp_path, text={"vocab_size": 320, "num_hidden_layers": 2}, **options)
     common = {"enforce_eager": True, "dtype": "float64", "num_gpu_blocks_override": 60, "max_num_batched_tokens": 50}
-    asked = [(prompt, SamplingParams(seed=0, max_tokens=6, ignore_eos=True)) for prompt in prompts_with("<image>")[:4]]
+    asked = [
+        (prompt, SamplingParams(seed=0, max_tokens=6, ignore_eos=True)) for prompt in prompts_with(placeholder)[:4]
+    ]
     expected = answers(LLM(str(tmp_path), **common), *asked)
     for option in ("tensor_parallel_size", "pipeline_parallel_size"):
         llm = LLM(str(tmp_path), **common, **{option: 2})

@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 from asgi import call
-from seeing import data_url, file_of, idefics_model, picture
+from seeing import data_url, file_of, idefics_model, picture, qwen_model
 from server_process import serving
 
 from nanopage import LLM, AsyncLLM, EngineArgs, SamplingParams
@@ -157,6 +157,32 @@ def test_what_is_wrong_with_an_image_is_said(app, messages, param, error):
 @pytest.mark.parametrize("size", [(1, 1), (10_000, 10), (3, 900)])
 def test_images_of_extreme_shapes_are_read(app, size):
     assert post(app, messages=[message(data_url(picture(*size)), "the cat")]).status == 200
+
+
+def test_images_of_any_size_become_as_many_tokens(tmp_path):
+    """With Qwen2.5-VL, which refuses images that are too long, and videos."""
+    qwen_model(tmp_path)
+    offline = LLM(str(tmp_path), **OPTIONS)
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=str(tmp_path), **OPTIONS))
+    try:
+        app = create_app(ServerState(["tiny"], llm=llm), [], ["localhost"])
+        messages = [message("in the", FIRST, "cat", SECOND, "where?")]
+        reply = post(app, messages=messages)
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        [expected] = offline.chat(messages, params, use_tqdm=False)
+        assert reply.json["choices"][0]["message"]["content"] == expected.outputs[0].text
+        assert reply.json["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+        assert post(app, messages=[message(data_url(picture(1, 1)), "the cat")]).status == 200
+        reply = post(app, messages=[message(data_url(picture(10_000, 10)), "the cat")])
+        assert reply.status == 400 and "more than 200 times" in reply.error["message"]
+        video = [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}]
+        reply = post(app, messages=[{"role": "user", "content": video}])
+        assert reply.status == 400 and "video_url" in reply.error["message"]
+        for part in ({"type": "video", "video": "a.mp4"}, video[0]):
+            with pytest.raises(ValueError, match=part["type"]):
+                offline.chat([{"role": "user", "content": [part]}], params, use_tqdm=False)
+    finally:
+        llm.shutdown()
 
 
 def test_bodies_with_images_may_be_large(app):

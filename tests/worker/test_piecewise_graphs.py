@@ -16,7 +16,8 @@ from helpers import (
     tiny_model,
 )
 from on_a_cpu import graphs_for, make_sample_all, pieces_for
-from test_cuda_graphs import make_engine, outputs_of, record_launches
+from seeing import QWEN_PLACE, picture, qwen_model
+from test_cuda_graphs import MIXED, make_engine, outputs_of, record_launches
 
 from nanopage import SamplingParams
 from nanopage.kernels import paged_attention
@@ -125,6 +126,27 @@ def test_static_buffers_change_no_token(model, overlap):
     assert {name for name, _ in used} == {"PlainGraphs", "PiecewiseGraphs", "Eager"}
     assert all((tokens <= 16) == (name != "Eager") for name, tokens in used)
     assert outputs_of(engine) == expected, "nothing of an earlier batch is left over"
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_tokens_after_images_have_other_positions(tmp_path):
+    """Decodes, and chunks of prompts in which no token is of an image."""
+    qwen_model(tmp_path)
+    options = {"max_num_batched_tokens": 9, "max_model_len": 300, "enable_prefix_caching": False}
+    data = [{"image": [picture(60, 40)] * count} for count in (2, 1, 0)]
+    prompts = [{"prompt": f" the cat {QWEN_PLACE}" * len(each["image"]) + " morning" * 9} for each in data]
+    engines = in_pieces(make_engine(tmp_path, **options), most=9), make_engine(tmp_path, **options)
+    used = []
+    for way in engines[0].executor.worker.runner.ways:
+        way.run = lambda batch, way=way, run=way.run: used.append(type(way).__name__) or run(batch)
+    found = []
+    for engine in engines:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), prompt | {"multi_modal_data": data[index]}, MIXED[index])
+        done = [output for _ in range(100) for output in engine.step() if output.finished]
+        found.append({output.request_id: output.outputs[0].token_ids for output in done})
+    assert len(found[0]) == 3 and found[0] == found[1]
+    assert set(used) == {"PlainGraphs", "PiecewiseGraphs", "Eager"}
 
 
 @pytest.mark.usefixtures("uncompiled")
