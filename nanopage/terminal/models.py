@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +12,7 @@ import typer
 
 from nanopage import escaped
 from nanopage.terminal.chat import refuse
-from nanopage.terminal.log import say_log
-from nanopage.terminal.program import exit_code
-from nanopage.terminal.signals import orderly_exit
+from nanopage.terminal.program import run_command
 from nanopage.terminal.text import say
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ def models(as_json: Annotated[bool, JSON] = False) -> None:
             say(f"besides, {size(total)} of {kind}, which nanopage cache clean removes")
         return 0
 
-    _run(work)
+    run_command(work, verbose=False)
 
 
 def show(
@@ -70,7 +68,7 @@ def show(
         _print_rows([(name.replace("_", " ").replace("num bytes", "size"), _text(shown[name])) for name in shown])
         return 0
 
-    _run(work)
+    run_command(work, verbose=False)
 
 
 def pull(
@@ -86,7 +84,7 @@ def pull(
         print(escaped(str(hub.resolve(model))))
         return 0
 
-    _run(work)
+    run_command(work, verbose=False)
 
 
 def rm(names: Annotated[list[str], MODEL], yes: Annotated[bool, YES] = False) -> None:
@@ -96,7 +94,7 @@ def rm(names: Annotated[list[str], MODEL], yes: Annotated[bool, YES] = False) ->
         found = list({each.path: each for each in map(_find, names)}.values())
         return _remove(found, [each.name for each in found], yes)
 
-    _run(work)
+    run_command(work, verbose=False)
 
 
 @cache.command()
@@ -110,7 +108,7 @@ def clean(yes: Annotated[bool, YES] = False) -> None:
         _remove(found, [each.kind for each in found], yes)
         return 0
 
-    _run(work)
+    run_command(work, verbose=False)
 
 
 def _remove(entries: Sequence["Entry"], kinds: list[str], yes: bool) -> int:
@@ -187,10 +185,3 @@ def _print_rows(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _run(work: Callable[[], int]) -> None:
-    say_log(verbose=False)
-    with orderly_exit():
-        code = exit_code(work, verbose=False)
-    raise SystemExit(code)
