@@ -128,6 +128,7 @@ class SamplingParams:
             first in the text counts; if several end at the same place, the longest. At most 16,384 characters in all.
         stop_in_reasoning: in chats, search for `stop` also in what a model thinks before it answers. Completions of a
             text are always searched as a whole.
+        thinking_token_budget: the most tokens that a model may think; then it has to answer. -1 or None: any number.
         stop_token_ids: tokens that end the output, also within the reasoning.
         ignore_eos: go on after end-of-sequence tokens.
         include_stop_str_in_output: keep the stop string or stop token in the text.
@@ -172,6 +173,7 @@ class SamplingParams:
     bad_words: list[str] | None = None
     include_stop_str_in_output: Flag = False
     stop_in_reasoning: Flag = False
+    thinking_token_budget: Annotated[int, integer(-1)] | None = None
     skip_special_tokens: Flag = True
     detokenize: Flag = True
     structured_outputs: StructuredOutputsParams | None = None

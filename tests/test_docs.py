@@ -33,7 +33,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("do
 SOURCES = (".py", ".cpp", ".h", ".html", ".toml")
 # In the documents, but not in our sources; of vLLM, what nanopage does not have.
 NAMES_OF_OTHERS = {
-    "prompt_logprob_token_ids", "prompt_logprob_start", "stream_interval", "thinking_token_budget",
+    "prompt_logprob_token_ids", "prompt_logprob_start", "stream_interval",
     "repetition_detection", "routed_experts_prompt_start", "trace_decode_token_ids", "skip_clone", "wake_up",
     "collective_rpc", "apply_model", "argparse_utils", "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",

@@ -25,6 +25,7 @@ INTEGERS = {  # field -> (the lowest and highest that pass, those that do not)
     "dry_allowed_length": ([1, 2, 32], [0, -1, 33, *TOO_LARGE]),
     "logprobs": ([None, 0, 20], [-1, 21, *TOO_LARGE]),
     "prompt_logprobs": ([None, 0, 20], [-1, 21, *TOO_LARGE]),
+    "thinking_token_budget": ([None, -1, 0, 10**6], [-2, *TOO_LARGE]),
 }
 NUMBERS = {
     "temperature": ([0, 0.0, 1e-9, 1, 100.0], [-0.1, -1, 100.1, *TOO_LARGE]),

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from nanopage.audio import WHISPER
 from nanopage.audio.languages import LANGUAGES
@@ -112,12 +112,17 @@ class TranscriptRules(StructuredOutputsParams):
 
     tokens: SpeechTokens
     forced: tuple[int, ...] = ()
+    free_until: ClassVar[int] = 0
 
     def __post_init__(self):
         """There is no grammar to be checked."""
 
     def make_mask(
-        self, stop_token_ids: Iterable[int], prompt_token_ids: Sequence[int] = (), reasoning: bool | None = None
+        self,
+        stop_token_ids: Iterable[int],
+        prompt_token_ids: Sequence[int] = (),
+        reasoning: bool | None = None,
+        budget: int | None = None,
     ) -> "TranscriptRules":
         """It is its own mask: what is allowed depends on nothing but the output."""
         return self
@@ -158,7 +163,7 @@ class RulesOrGrammars:
     def __init__(self, grammars: "Grammars"):
         self.grammars = grammars
 
-    def compile(self, params: StructuredOutputsParams) -> "Grammar":
+    def compile(self, params: StructuredOutputsParams | None) -> "Grammar":
         return params if isinstance(params, TranscriptRules) else self.grammars.compile(params)
 
     def has_compiled(self, params: StructuredOutputsParams) -> bool:

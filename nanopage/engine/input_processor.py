@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,15 +26,13 @@ from nanopage.text.tokenizer import Tokenizer
 
 
 class Grammar(Protocol):
-    def make_mask(
-        self, stop_token_ids: Iterable[int], prompt_token_ids: list[int] = ..., reasoning: bool | None = None
-    ) -> TokenMask: ...
+    def make_mask(self, stop_token_ids, prompt_token_ids=..., reasoning=..., budget=...) -> TokenMask | None: ...
 
 
 class Grammars(Protocol):
     """What the texts of outputs must be (grammar/structured.py)."""
 
-    def compile(self, params: StructuredOutputsParams) -> Grammar: ...
+    def compile(self, params: StructuredOutputsParams | None) -> Grammar: ...
     def has_compiled(self, params: StructuredOutputsParams) -> bool: ...
 
 
@@ -126,7 +124,9 @@ class InputProcessor:
         if params.prompt_logprobs is not None and any(item.kind == "embeds" for item in prompt.items):
             raise ValueError("prompt_logprobs does not work with embeddings in the prompt: they are no tokens")
         settings = self._settings(params, self._check_tokens(params))
-        grammar = None if params.structured_outputs is None else self.compile_grammar(params.structured_outputs)
+        budget = None if params.thinking_token_budget == -1 else params.thinking_token_budget
+        is_free = budget is None and params.structured_outputs is None
+        grammar = None if is_free else self.compile_grammar(params.structured_outputs)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         eos, stops = self.model_config.eos_token_ids, params.stop_token_ids or ()
         limit = self.max_model_len if params.max_tokens is None else len(token_ids) + params.max_tokens
@@ -141,7 +141,7 @@ class InputProcessor:
                 max_total_tokens=min(limit, self.max_model_len),
                 num_logprobs=params.logprobs,
                 cache_salt=prompt.cache_salt,
-                token_mask=None if grammar is None else grammar.make_mask(stops, token_ids, reasoning),
+                token_mask=None if grammar is None else grammar.make_mask(stops, token_ids, reasoning, budget),
             )
             for index in range(count)
         ]
@@ -195,9 +195,10 @@ class InputProcessor:
             prompt_logprobs=params.prompt_logprobs,
         )
 
-    def compile_grammar(self, structured_outputs: StructuredOutputsParams) -> Grammar:
+    def compile_grammar(self, structured_outputs: StructuredOutputsParams | None) -> Grammar:
         """What the text of an output must be. Raises: ValueError as `Grammars.compile`, or without a tokenizer."""
-        self.prompts.require_tokenizer("structured_outputs", "allowed_token_ids")
+        name = "structured_outputs" if structured_outputs else "thinking_token_budget"
+        self.prompts.require_tokenizer(name, "allowed_token_ids")
         assert self.grammars is not None
         return self.grammars.compile(structured_outputs)
 

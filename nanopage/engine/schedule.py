@@ -113,7 +113,11 @@ class Schedule:
         for index, seq in self.masked.items():
             assert seq.token_mask is not None
             try:
-                masks[index] = seq.token_mask.allowed(seq.output_token_ids)
+                mask = seq.token_mask.allowed(seq.output_token_ids)
+                if mask:
+                    masks[index] = mask
+                elif mask is None:
+                    seq.token_mask = None
             except ValueError as error:
                 self.mask_errors[seq] = str(error)
         return masks
@@ -228,7 +232,7 @@ class BatchWriter:
 
     def _add_mask(self, schedule: Schedule, seq: Sequence) -> None:
         """Have the token that is to be sampled next depend on a mask."""
-        if seq.num_in_flight:
+        if seq.awaits_tokens:
             raise RuntimeError(f"{seq} has a mask and a token in flight, on which its mask depends")
         schedule.masked[len(schedule.samplers)] = seq
 

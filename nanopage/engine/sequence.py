@@ -23,11 +23,14 @@ class Status(Enum):
 
 
 class TokenMask(Protocol):
-    """Decides which tokens a sequence may get next."""
+    """Decides which tokens a sequence may get next. Before `free_until` output tokens, it allows all of them."""
 
-    def allowed(self, output_token_ids: list[int]) -> bytes:
-        """The tokens that may follow the output, as the bits of `Batch.masks`. They depend on nothing but the output,
-        so a preemption or an exception leaves nothing to restore.
+    @property
+    def free_until(self) -> int: ...
+
+    def allowed(self, output_token_ids: list[int]) -> bytes | None:
+        """The tokens that may follow the output, as the bits of `Batch.masks`; empty: all; None: all from now on. They
+        depend on nothing but the output, so a preemption or an exception leaves nothing to restore.
 
         Raises: ValueError if no token may follow, or if it takes too long to find out which.
         """
@@ -145,6 +148,12 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def awaits_tokens(self) -> bool:
+        """Whether its mask depends on tokens in flight."""
+        mask, end = self.token_mask, self.num_tokens - self.num_prompt_tokens
+        return self.num_in_flight > 0 and mask is not None and end >= mask.free_until
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
@@ -226,7 +235,6 @@ class SequenceGroup:
     keys: list[int] = field(default_factory=list)
 
     adapter_slot: int = -1  # while it runs
-    masked: bool = field(init=False)
     status: Status = Status.WAITING
     order: int = -1  # of arrival; set by the scheduler
     last_event: str | None = None  # the kind of its last RequestEvent
@@ -244,7 +252,6 @@ class SequenceGroup:
         for seq in self.seqs:
             seq.group = self
             seq.dormant = self.beam_search is not None and seq is not self.seqs[0]
-        self.masked = any(seq.token_mask is not None for seq in self.seqs)
         self.forked, self.shared_len = len(self.seqs) == 1, self.seqs[0].num_prompt_tokens
 
     @property

@@ -14,7 +14,7 @@ def find_held(running: list[SequenceGroup], num_stages: int) -> dict[SequenceGro
     for group in running:
         if num_stages > 1 and share == 0:
             held[group] = "share"
-        elif (num_stages > 1 or group.masked) and any(seq.num_in_flight for seq in group.live):
+        elif any(seq.num_in_flight if num_stages > 1 else seq.awaits_tokens for seq in group.live):
             held[group] = "stage" if num_stages > 1 else "mask"
         else:
             share -= 1

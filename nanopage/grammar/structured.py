@@ -18,7 +18,6 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
@@ -27,8 +26,8 @@ from nanopage.files.limited_process import LimitedProcess, Limits
 from nanopage.files.model_files import rust_errors
 from nanopage.grammar.matcher import PROGRAM, STACK_BYTES, make_matcher, make_tokenizer, run_with_large_stack, shorten
 from nanopage.grammar.schema import without_annotations
+from nanopage.grammar.thinking import END_MARK, FreeText, MaskAfterReasoning, ReasoningTokens, Thinking
 from nanopage.params import StructuredOutputsParams
-from nanopage.text.reasoning import END_THINK, THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 131_072  # in a schema, a regular expression, all choices or a grammar
@@ -37,8 +36,6 @@ COMPILE_LIMITS = Limits(memory=128 << 20, cpu_seconds=2.0, seconds=30.0, answer=
 # The masks of all completions with one grammar may take this, and so much more for each. One takes some 0.00005 s.
 MASK_SECONDS, SECONDS_PER_MASK = 1.0, 0.002
 FORCED_CHARACTERS = 512  # of a text that the grammar forces: enough to find the text's next token
-NUM_TAIL = 5  # if a prompt has no special tokens: how many of its last tokens are searched for <think>
-END_MARK = END_THINK.encode()
 MIN_BYTES = 4 << 20  # a compiled grammar counts as at least this
 CACHED_BYTES = 128 << 20  # compiled grammars that are kept for later requests
 MAX_BYTES = 1 << 30  # all compiled grammars, kept or in use
@@ -54,15 +51,21 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
+        self.reasoning = ReasoningTokens(tokenizer)
         self.process = LimitedProcess(PROGRAM, ["llguidance"], dataclasses.replace(COMPILE_LIMITS))
         self._vocabulary: Vocabulary | None = None  # made for the first request
         self._compiling, self._lock = threading.Lock(), threading.Lock()  # the second guards the attributes below
         self._kept: OrderedDict[tuple[str, str, bool], CompiledGrammar] = OrderedDict()  # the latest used last
         self._alive: weakref.WeakSet[CompiledGrammar] = weakref.WeakSet()
 
-    def compile(self, params: StructuredOutputsParams) -> "CompiledGrammar":
-        """Raises: ValueError if the grammar is not valid, is too large or takes too long to compile, if the model has
-        no end-of-sequence token, or if llguidance is not installed."""
+    def compile(self, params: StructuredOutputsParams | None) -> "CompiledGrammar | FreeText":
+        """What an output may be. Args: params: None allows any text.
+
+        Raises: ValueError if the grammar is not valid, is too large or takes too long to compile, if the model has
+            no end-of-sequence token, or if llguidance is not installed.
+        """
+        if params is None:
+            return FreeText(self.reasoning, self.vocab_size)
         if not self.eos_token_ids:
             raise ValueError("structured_outputs needs a model with an end-of-sequence token, and this model has none")
         kind, text = grammar_text(params)
@@ -73,7 +76,7 @@ class Grammars:
         with self._compiling, rust_errors(name):  # llguidance's errors, and the panics of its Rust code
             if (kept := self._find(key)) is None:
                 if self._vocabulary is None:
-                    self._vocabulary = Vocabulary(self.tokenizer, self.vocab_size, self.eos_token_ids)
+                    self._vocabulary = Vocabulary(self.tokenizer, self.vocab_size, self.eos_token_ids, self.reasoning)
                 kept = self._compile_afresh(name, key, self._vocabulary)
             return kept
 
@@ -116,14 +119,14 @@ class Vocabulary:
 
     text       tokens that stand for text, and special tokens that have a name
     endings    end-of-sequence tokens
-    think      the token <think>; None if the model does not think, or if it is several tokens
+    reasoning  how the model thinks
     num_bytes  length of a mask
     tokenizer  llguidance's
 
     Args: as Grammars. Raises: ValueError if llguidance is not installed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int]):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int], reasoning: ReasoningTokens):
         ids = tokenizer.backend.get_vocab(with_added_tokens=True).values()
         size = max(vocab_size, 1 + max(ids))
         self.check_text = tokenizer.check_text
@@ -136,9 +139,7 @@ class Vocabulary:
         self.num_bytes = -(-vocab_size // 32) * 4
         self.text = token_set(token_id for token_id in range(vocab_size) if self.tokens[token_id])
         self.endings = token_set(eos_token_ids)
-        self.thinks = any(map(knows_reasoning, (tokenizer.chat_template, tokenizer.tool_template)))
-        self.think = tokenizer.backend.token_to_id(THINK) if self.thinks else None
-        self.last_mark = partial(last_mark, tokenizer)
+        self.reasoning = reasoning
         self._straddling: dict[int, int] = {}
         self.tokenizer = make_tokenizer(self, size, eos_token_ids)
 
@@ -191,7 +192,11 @@ class CompiledGrammar:
             raise ValueError(f"too complex: finding the tokens that may come next has taken {self.seconds:.1f} s")
 
     def make_mask(
-        self, stop_token_ids: Iterable[int], prompt_token_ids: Sequence[int] = (), reasoning: bool | None = None
+        self,
+        stop_token_ids: Iterable[int],
+        prompt_token_ids: Sequence[int] = (),
+        reasoning: bool | None = None,
+        budget: int | None = None,
     ) -> "GrammarMask | MaskAfterReasoning":
         """The mask of one completion, for its first token.
 
@@ -199,16 +204,23 @@ class CompiledGrammar:
             stop_token_ids: allowed where the text is complete, like end-of-sequence.
             prompt_token_ids: the end of the prompt shows whether the model may think first.
             reasoning: whether the prompt ends within the model's reasoning. None: its end shows that, too.
+            budget: the most tokens of reasoning; None: any number.
 
-        Raises: ValueError if there is no first token.
+        Raises: ValueError if there is no first token, or for a budget of a model that does not think.
         """
         mask, vocabulary = GrammarMask(self, token_set(stop_token_ids)), self.vocabulary
         mask.allowed([])
-        mark = vocabulary.last_mark(prompt_token_ids, NUM_TAIL) if vocabulary.thinks else None
-        begun = mark == THINK if reasoning is None else reasoning
-        if not begun and (vocabulary.think is None or mark == END_THINK):  # it cannot think, or must not
+        tokens, num_bytes = vocabulary.reasoning, vocabulary.num_bytes
+        begun, may_begin = tokens.read(prompt_token_ids, reasoning, budget)
+        if not begun and (tokens.think is None or not may_begin):
             return mask
-        return MaskAfterReasoning(mask, vocabulary.think, begun)
+        free = vocabulary.text & ~(vocabulary.endings | mask.stop_tokens)
+        return MaskAfterReasoning(
+            mask,
+            Thinking(begun, tokens.think, tokens.end, budget, vocabulary.tokens.__getitem__, num_bytes),
+            # Neither end-of-sequence, nor a token that has both the end of the reasoning and the answer's beginning
+            lambda matched: (free & ~vocabulary.straddling(matched)).to_bytes(num_bytes, "little"),
+        )
 
 
 class GrammarMask:
@@ -216,6 +228,8 @@ class GrammarMask:
 
     Args: stop_tokens: the set of tokens, besides end-of-sequence, that may end the output.
     """
+
+    free_until = 0
 
     def __init__(self, grammar: CompiledGrammar, stop_tokens: int):
         self.grammar, self.stop_tokens = grammar, stop_tokens
@@ -282,71 +296,6 @@ class GrammarMask:
         if not tokens:
             raise ValueError(f"the text is not complete, and no token can come next ({matcher.stop_reason()})")
         return tokens.to_bytes(vocabulary.num_bytes, "little")
-
-
-class MaskAfterReasoning:
-    """The `TokenMask` of a completion that may think first: the grammar begins after `</think>`. An output that does
-    not begin with `<think>` follows the grammar from its first token on. While the model thinks, end-of-sequence tokens
-    are not allowed, nor tokens that contain both the end of the reasoning and the beginning of the answer.
-
-    Args:
-        mask: the mask of the grammar.
-        think: the token `<think>`, if it is a single token.
-        begun: whether the prompt ends within the reasoning.
-    """
-
-    def __init__(self, mask: GrammarMask, think: int | None, begun: bool):
-        self.mask, self.think, self.begun, self.vocabulary = mask, think, begun, mask.grammar.vocabulary
-        self._free = self.vocabulary.text & ~(self.vocabulary.endings | mask.stop_tokens)
-        # The number of tokens read, how many bytes of `</think>` they end with, and where the answer begins.
-        self._read: tuple[int, int, int | None] = (0, 0, None)
-
-    def allowed(self, output_token_ids: list[int]) -> bytes:
-        """See `TokenMask`."""
-        return self.follow(output_token_ids, [])[0]
-
-    def follow(self, output_token_ids: list[int], draft: list[int]) -> list[bytes]:
-        """See `TokenMask`."""
-        if self.begun or (output_token_ids and output_token_ids[0] == self.think):
-            matched, begin = self._find_answer(output_token_ids)
-            if begin is None:
-                return self._follow_reasoning(matched, draft)
-            return self.mask.follow(output_token_ids[begin:], draft)
-        masks = self.mask.follow(output_token_ids, draft)
-        if not output_token_ids and self.think is not None:
-            masks[0] = self._to_bytes(int.from_bytes(masks[0], "little") | 1 << self.think)
-        return masks
-
-    def _find_answer(self, output_token_ids: list[int]) -> tuple[int, int | None]:
-        """(number of bytes of `</think>` that the output ends with, where the answer begins or None)"""
-        num_read, matched, begin = self._read if self._read[0] <= len(output_token_ids) else (0, 0, None)
-        while begin is None and num_read < len(output_token_ids):
-            after, num_read = self._after(matched, output_token_ids[num_read]), num_read + 1
-            matched, begin = (0, num_read) if after is None else (after, None)
-        self._read = num_read, matched, begin
-        return matched, begin
-
-    def _follow_reasoning(self, matched: int, draft: list[int]) -> list[bytes]:
-        masks: list[bytes] = []
-        for token_id in [*draft, None]:
-            free = self._free & ~self.vocabulary.straddling(matched)
-            masks.append(self._to_bytes(free))
-            if token_id is None or not free >> token_id & 1:
-                break
-            if (after := self._after(matched, token_id)) is None:
-                break
-            matched = after
-        return masks
-
-    def _after(self, matched: int, token_id: int) -> int | None:
-        """How many bytes of `</think>` a text ends with after one more token; None if it has all of them."""
-        text = END_MARK[:matched] + self.vocabulary.tokens[token_id]
-        if END_MARK in text:
-            return None
-        return next(n for n in range(len(END_MARK) - 1, -1, -1) if text.endswith(END_MARK[:n]))
-
-    def _to_bytes(self, tokens: int) -> bytes:
-        return tokens.to_bytes(self.vocabulary.num_bytes, "little")
 
 
 def grammar_text(params: StructuredOutputsParams) -> tuple[str, str]:

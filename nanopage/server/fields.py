@@ -57,7 +57,6 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "echo": ((False,), "use /v1/completions"),
     "suffix": ((), "use /v1/completions"),
     "logprob_token_ids": (([],), "log-probabilities are those of the likeliest tokens"),
-    "thinking_token_budget": ((), "reasoning has no limit of its own: use max_tokens"),
     "repetition_detection": ((), "use the parameters of DRY"),
     "watermarking": ((False,), "there is no watermarking"),
     "previous_input_messages": ((), "nothing is stored: send the whole conversation as input"),

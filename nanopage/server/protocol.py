@@ -90,6 +90,7 @@ class CommonBody(Body):
     bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
     ignore_eos: bool = False
+    thinking_token_budget: Integer | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: dict[str, Any] | None = None

@@ -168,7 +168,7 @@ def _add_draft(writer: BatchWriter, schedule: Schedule, seq: Sequence, draft: li
     batch.rows.append(seq.row)
     batch.starts.append(start)
     batch.counts.append(count)
-    batch.masks |= dict(enumerate(masks, len(batch.sampled_rows)))
+    batch.masks |= {index: mask for index, mask in enumerate(masks, len(batch.sampled_rows)) if mask}
     batch.sampled_from += range(last, last + 1 + len(draft))
     batch.sampled_rows += [seq.row] * (1 + len(draft))
     schedule.sequences.append(seq)

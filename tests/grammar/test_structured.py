@@ -208,6 +208,9 @@ def crowd() -> dict:
         requests[kind] = prompt, ask(constraint, seed=number, max_tokens=30, logprobs=2)
         requests[f"{kind}, three"] = prompt, ask(constraint, seed=number, max_tokens=30, n=3)
         requests[f"free {kind}"] = prompt, ask(seed=number, max_tokens=20, repetition_penalty=1.1)
+    thinking = {"prompt": "the man thinks", "reasoning": True}
+    requests["thinks"] = thinking, ask(thinking_token_budget=7, max_tokens=30, n=3, ignore_eos=True)
+    requests["thinks, held"] = thinking, ask(KINDS["regex"][0], thinking_token_budget=5, max_tokens=60, n=2)
     return requests
 
 
@@ -229,6 +232,10 @@ def alone(engine) -> dict:
     outputs = {}
     for name, request in crowd().items():
         outputs |= run(engine, {name: request})
+    for name, budget in {"thinks": 7, "thinks, held": 5}.items():
+        for output in outputs[name].outputs:
+            reasoning, end, answer = output.text.partition("</think>")
+            assert end and reasoning and (budget == 7 or KINDS["regex"][1](answer))
     return answers(outputs)
 
 
@@ -285,20 +292,31 @@ def test_nor_do_failing_steps(model, alone, monkeypatch):
 
 def test_with_async_scheduling_only_constrained_requests_wait_for_their_tokens(model):
     engine, in_flight = make_engine(model, async_scheduling=True), {"free": set(), "held": set()}
+    waits = []  # the output tokens of the request with a budget, and how many of them were in flight
     engine.add_request("free", "a", ask(max_tokens=20, ignore_eos=True))
     engine.add_request("held", "a", ask({"regex": "[a-z]{50}"}, max_tokens=20))
+    prompt = {"prompt": "a", "reasoning": True}
+    engine.add_request("budget", prompt, ask(thinking_token_budget=10, max_tokens=30, ignore_eos=True))
     schedule = engine.scheduler.schedule
 
     def watched():
         scheduled = schedule()
         for seq in scheduled.samplers:
-            in_flight[seq.group.request_id].add(seq.num_in_flight)
+            if seq.group.request_id == "budget":
+                waits.append((seq.num_tokens - seq.num_prompt_tokens, seq.num_in_flight))
+            else:
+                in_flight[seq.group.request_id].add(seq.num_in_flight)
         return scheduled
 
     engine.scheduler.schedule = watched
     while engine.has_unfinished_requests():
         engine.step()
     assert in_flight == {"free": {0, 1}, "held": {0}}
+    num_end = len(Tokenizer(model).encode("</think>"))
+    assert [place for place, count in waits if count == 0] == [
+        0,
+        *range(10, 11 + num_end),
+    ]
 
 
 def test_masks_are_found_while_the_model_runs(model):
@@ -767,6 +785,10 @@ def thinking(default_model, tmp_path_factory):
     return tokenizer, Grammars(tokenizer, 49152, [2]).compile(StructuredOutputsParams(choice=["yes", "no"]))
 
 
+def budget_mask(tokenizer, prompt, budget, reasoning=None):
+    return Grammars(tokenizer, 49152, [2]).compile(None).make_mask([], prompt, reasoning, budget)
+
+
 def allowed_tokens(mask, output):
     bits = mask.allowed(output)
     return {i for i in range(49152) if bits[i // 8] >> i % 8 & 1}
@@ -839,3 +861,32 @@ def test_drafts_go_through_the_reasoning(thinking):
             assert found == grammar.make_mask([], [11]).allowed([*output, *draft[:n]])
     assert len(mask.follow([], words)) == len(words) + 1
     assert len(mask.follow(words, [2, 5])) == 1
+
+
+def test_a_budget_ends_the_reasoning(thinking, default_model):
+    tokenizer, grammar = thinking
+    think, end, words = 11, 12, tokenizer.encode("I wonder what", add_special_tokens=False)
+    (yes,) = tokenizer.encode("yes")
+    held = grammar.make_mask([7], [think], None, 3)  # with a grammar
+    assert words[2] in allowed_tokens(held, words[:2]) and allowed_tokens(held, words) == {end}
+    assert yes in allowed_tokens(held, [*words, end]) and allowed_tokens(held, [*words, end, yes]) == {2, 7}
+    for prompt, start in (([think], []), ([], [think]), ([], [*tokenizer.encode("\n"), think])):
+        mask = budget_mask(tokenizer, prompt, 3)
+        outputs = [[*start, *words[:n]] for n in range(3)]
+        assert mask.free_until == 3 and [mask.allowed(each) for each in outputs[:3]] == [b""] * 3
+        assert allowed_tokens(mask, [*start, *words]) == {end}
+        assert mask.allowed([*start, *words, end]) is None and mask.allowed([*start, words[0], end]) is None
+        assert mask.follow([*start, *words, end], words) == [b""] * 4
+        drafted = mask.follow([*start, words[0]], [*words[1:], end])
+        assert len(drafted) == 3 and drafted[:2] == [b"", b""] and drafted[2] == mask.allowed([*start, *words])
+        assert len(mask.follow([*start, words[0]], [*words[1:], yes])) == 3
+    assert mask.allowed([]) == b"" and mask.allowed([yes]) is None  # an answer without reasoning
+    assert allowed_tokens(budget_mask(tokenizer, [think], 0), []) == {end}
+    assert budget_mask(tokenizer, [think, end], 3) is None and budget_mask(tokenizer, [], None) is None
+    plain = Tokenizer(default_model)  # </think> is several tokens, and the template knows no reasoning
+    ends = plain.encode("</think>", add_special_tokens=False)
+    mask = budget_mask(plain, [], 1, True)
+    assert len(ends) > 1 and [allowed_tokens(mask, [yes, *ends[:n]]) for n in range(len(ends))] == [{i} for i in ends]
+    assert mask.allowed([yes, *ends]) is None
+    with pytest.raises(ValueError, match="thinking_token_budget: the model does not think"):
+        budget_mask(plain, [yes], 3)

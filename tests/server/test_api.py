@@ -638,6 +638,8 @@ def test_tools_have_the_template_that_is_made_for_them(llm, app, monkeypatch):
 def test_what_a_model_thinks_is_not_content(llm, app, monkeypatch):
     plain = post(app, CHAT, {"messages": HELLO, **GREEDY}).json["choices"][0]["message"]
     assert "reasoning" not in plain and plain["content"]
+    error = post(app, CHAT, {"messages": HELLO, "thinking_token_budget": 3}).json["error"]
+    assert error["param"] == "thinking_token_budget"
     tokenizer = llm.engine.tokenizer
     template = tokenizer.chat_template.replace("assistant\n", "assistant\n<think>\n") + "{# </think> #}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -649,6 +651,14 @@ def test_what_a_model_thinks_is_not_content(llm, app, monkeypatch):
     assert "".join(delta.get("reasoning", "") for delta in deltas) == message["reasoning"]
     response = post(app, "/v1/responses", {"input": "Hello there", "temperature": 0, "max_output_tokens": 8}).json
     assert [item["type"] for item in response["output"]] == ["reasoning"]
+    budget = {"thinking_token_budget": 3, "max_tokens": 20}
+    limited = of_chat(post(app, CHAT, {"messages": HELLO, **GREEDY, **budget}).json)
+    assert (
+        message["reasoning"].startswith(limited[0]) and 0 < len(limited[0]) < len(message["reasoning"]) and limited[1]
+    )
+    assert of_stream(post(app, CHAT, {"messages": HELLO, "stream": True, **GREEDY, **budget}).events) == limited
+    response = post(app, "/v1/responses", {"input": "Hello there", "temperature": 0, "thinking_token_budget": 3}).json
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
 
 
 def of_chat(reply):

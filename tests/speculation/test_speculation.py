@@ -358,10 +358,10 @@ class Told:
         pass
 
 
-def run(engine: LLMEngine, params: SamplingParams, prompt=PROMPT, told: Told | None = None):
+def run(engine: LLMEngine, params: SamplingParams, prompt=PROMPT, told: Told | None = None, **fields):
     """The output of a request, and the statistics of its steps."""
     engine.scheduler.drafts = None if told is None else Drafts(told)
-    engine.add_request("0", {"prompt_token_ids": prompt}, params)
+    engine.add_request("0", {"prompt_token_ids": prompt} | fields, params)
     steps = []
     while engine.has_unfinished_requests():
         outputs = engine.step()
@@ -411,6 +411,17 @@ def test_right_drafts_save_steps_and_wrong_ones_change_nothing(model, options):
     rng = random.Random(0)
     output, steps = run(engine, params, told=Told([rng.randrange(VOCAB_SIZE) for _ in range(60)], 4))
     assert output.outputs[0].token_ids == answer
+
+
+def test_drafts_keep_to_the_budget_of_reasoning(model):
+    engine, params = make_engine(model), params_of(30, thinking_token_budget=9, temperature=1.0, seed=3)
+    answer = run(engine, params, reasoning=True)[0].outputs[0].token_ids
+    ends = engine.tokenizer.encode("</think>", add_special_tokens=False)
+    assert answer[9 : 9 + len(ends)] == ends
+    for draft in (answer, answer[:9] + answer[:9] * 4):
+        output, steps = run(engine, params, told=Told(PROMPT + draft, 4), reasoning=True)
+        assert output.outputs[0].token_ids == answer
+        assert sum(sum(stats.accepted_tokens) for stats in steps) > 5
 
 
 def same_logprobs(completion, expected) -> bool:
