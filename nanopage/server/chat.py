@@ -15,7 +15,7 @@ from nanopage.server.choices import Change, changes, usage
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start
 from nanopage.server.images import load_images, text_of
-from nanopage.server.logprobs import chat_logprobs
+from nanopage.server.logprobs import chat_logprobs, prompt_logprobs
 from nanopage.server.protocol import ChatBody
 from nanopage.server.templates import chat_prompt
 from nanopage.server.tools import ToolOptions, ToolUse, find_wrong_tool, is_special, read_tool_use
@@ -133,6 +133,9 @@ class Chat:
     async def make_prompt(self) -> dict:
         """The prompt, with its images. Raises: ApiError naming the field."""
         prompt = await self.llm.in_thread(chat_prompt, self.llm, self.body, self.use.offered)
+        if self.body.prompt_logprobs is not None:
+            tokens = len(prompt["prompt_token_ids"])
+            self.body.check_logprobs(1, tokens, self.body.prompt_logprobs, "prompt_logprobs")
         await load_images(self.llm, prompt, self.body.messages)
         return prompt
 
@@ -140,7 +143,7 @@ class Chat:
         """All choices. Takes long if there are many log-probabilities."""
         self.outputs, choices = outputs, []
         for completion in self.outputs[0].outputs:
-            logprobs = self._logprobs(completion, 0)
+            of_tokens = self._of_tokens(completion, 0)
             whole, _ = self.read(completion)
             for copy in range(self.copies):
                 index = completion.index * self.copies + copy
@@ -148,29 +151,30 @@ class Chat:
                     {
                         "index": index,
                         "message": self._message(index, whole),
-                        "logprobs": logprobs,
                         "finish_reason": self._finish_reason(completion, bool(whole.calls)),
                         "stop_reason": completion.stop_reason,
                     }
+                    | of_tokens
                 )
-        return self._envelope("chat.completion", choices) | {"usage": self.usage()}
+        return self._envelope("chat.completion", choices) | self._of_prompt() | {"usage": self.usage()}
 
     async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
         """The choices as they grow: the role of each, the pieces of its reply, and how each has ended."""
         begun = False
-        num_shown: dict[int, int] = {}  # tokens of each choice whose log-probabilities have been sent
+        num_shown: dict[int, int] = {}  # tokens of each choice that have been sent
         async for change in changes(generation, self.params.n, self.copies):
             if not begun:
                 begun, self.outputs = True, [replace(change.output, outputs=[])]  # these chunks have no tokens
                 for index in range(self.body.n):
-                    yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+                    role = self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+                    yield role | self._of_prompt()
             self.outputs = [change.output]
-            logprobs = self._logprobs(change.completion, num_shown.get(change.index, 0))
+            of_tokens = self._of_tokens(change.completion, num_shown.get(change.index, 0))
             for piece in self.pieces(change):
-                yield self._chunk(change.index, self._delta(change.index, piece), logprobs)
-                logprobs, num_shown[change.index] = None, len(change.completion.token_ids)
+                yield self._chunk(change.index, self._delta(change.index, piece), of_tokens)
+                of_tokens, num_shown[change.index] = {}, len(change.completion.token_ids)
             if change.completion.finish_reason is not None:
-                yield self._chunk(change.index, {}, logprobs, change.completion)
+                yield self._chunk(change.index, {}, of_tokens, change.completion)
         if self.body.wants_usage:
             yield self._envelope("chat.completion.chunk", []) | {"usage": self.usage()}
 
@@ -227,9 +231,9 @@ class Chat:
         return self.options.named_finish_reason if self.use.choice.kind == "named" else "tool_calls"
 
     def _chunk(
-        self, index: int, delta: dict, logprobs: dict | None = None, ended: CompletionOutput | None = None
+        self, index: int, delta: dict, of_tokens: dict | None = None, ended: CompletionOutput | None = None
     ) -> dict:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None} | (of_tokens or {})
         if ended is not None:
             reader = self.readers[index]
             reason = self._finish_reason(ended, reader is not None and bool(reader.whole.calls))
@@ -260,8 +264,19 @@ class Chat:
             total += self.thinking[completion.index].count(completion, end)
         return total
 
-    def _logprobs(self, completion: CompletionOutput, num_seen: int) -> dict | None:
-        if completion.logprobs is None or self.llm.engine.tokenizer is None:
-            return None
-        token_ids, tables = completion.token_ids[num_seen:], completion.logprobs[num_seen:]
-        return chat_logprobs(self.llm.engine.tokenizer, token_ids, tables, self.num_top)
+    def _of_prompt(self) -> dict:
+        """What a client has asked to see of the prompt's tokens."""
+        output, count = self.outputs[0], self.body.prompt_logprobs
+        found: dict = {"prompt_token_ids": output.prompt_token_ids} if self.body.return_token_ids else {}
+        if count is not None:
+            found["prompt_logprobs"] = prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs or [], count)
+        return found
+
+    def _of_tokens(self, completion: CompletionOutput, num_seen: int) -> dict:
+        """What is shown of a choice's next tokens beside their text."""
+        token_ids, tokenizer, body = completion.token_ids[num_seen:], self.llm.engine.tokenizer, self.body
+        found: dict = {"logprobs": None} | ({"token_ids": token_ids} if body.return_token_ids else {})
+        if completion.logprobs is not None and tokenizer is not None:
+            tables, as_ids = completion.logprobs[num_seen:], body.return_tokens_as_token_ids
+            found["logprobs"] = chat_logprobs(tokenizer, token_ids, tables, self.num_top, as_ids)
+        return found

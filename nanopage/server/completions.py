@@ -13,8 +13,8 @@ from nanopage.server.adapters import AnyServed
 from nanopage.server.choices import changes, usage
 from nanopage.server.embeds import EncodedEmbeds, encoded_prompts
 from nanopage.server.errors import ApiError
-from nanopage.server.generation import Generation, start, too_long
-from nanopage.server.logprobs import TextOffsets, completion_logprobs
+from nanopage.server.generation import Generation, prompt_room, start, too_long
+from nanopage.server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from nanopage.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 from nanopage.text.prompts import PromptTooLongError
 
@@ -32,16 +32,16 @@ class Completions:
 
     def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str, adapter: AnyServed | None = None):
         body.check()
-        if body.echo and body.suffix is not None:
-            raise ApiError(400, "echo and suffix exclude each other", param="suffix")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(body, name) and body.suffix is not None:
+                raise ApiError(400, f"{name} and suffix exclude each other", param="suffix")
         self.llm, self.body, self.model, self.adapter = llm, body, model, adapter
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.prompts = self._read_prompts()
         if len(self.prompts) * max(body.n, body.best_of or 1) > MAX_CHOICES:
             message = f"{len(self.prompts)} prompts, each n or best_of times, are more than {MAX_CHOICES}"
             raise ApiError(400, message, param="n")
-        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        self.only_scores = body.echo and limit == 0
+        self.only_scores = body.echo and body.limit == 0
         if self.only_scores:  # the engine computes at least one token
             body = body.model_copy(update={"max_tokens": 1, "max_completion_tokens": None, "min_tokens": 0})
         default = llm.engine.default_sampling_params
@@ -50,10 +50,12 @@ class Completions:
             tokens = min(self.params.max_tokens or llm.engine.max_model_len, llm.engine.max_model_len)
             body.check_logprobs(body.n * len(self.prompts), tokens, body.logprobs)
         if body.echo and body.logprobs is not None:
-            self.params.prompt_logprobs = body.logprobs
+            self.params.prompt_logprobs = max(body.logprobs, body.prompt_logprobs or 0)
             # An estimate for text: most tokens have several characters, and rare characters several tokens.
             prompt_tokens = sum(map(len, self.prompts))
             body.check_logprobs(body.n, prompt_tokens, body.logprobs)
+        if body.prompt_logprobs is not None:
+            body.check_logprobs(body.n, sum(map(len, self.prompts)), body.prompt_logprobs, "prompt_logprobs")
         self.copies = body.n // self.params.n
         self.offsets: dict[int, TextOffsets] = {}  # of each choice
         self.outputs: dict[int, RequestOutput] = {}  # each prompt's latest output
@@ -64,7 +66,7 @@ class Completions:
             return [*read_prompts(body.prompt)]
         if body.prompt_embeds is None or body.prompt not in (None, ""):  # the OpenAI SDK always sends a prompt
             raise ApiError(400, "give either prompt or prompt_embeds", param="prompt")
-        for name in ("echo", "suffix"):
+        for name in ("echo", "suffix", "truncate_prompt_tokens"):
             if getattr(body, name):
                 raise ApiError(400, f"{name} needs a prompt of text, not prompt_embeds", param=name)
         return [*encoded_prompts(self.llm, body.prompt_embeds)]
@@ -116,16 +118,26 @@ class Completions:
         """A prompt as the engine takes it, with its tokens or embeddings."""
         if isinstance(prompt, EncodedEmbeds):
             return {"prompt_embeds": prompt.decode()}
-        reader = self.llm.engine.input_processor.prompts
+        reader, body = self.llm.engine.input_processor.prompts, self.body
+        room = prompt_room(self.llm, body, self.params.max_tokens)
         if isinstance(prompt, list):
-            if self.body.suffix is not None:
+            if body.suffix is not None:
                 raise ApiError(400, "suffix needs prompts of text", param="suffix")
-            if self.body.echo:  # its text is returned
+            ids = prompt if room is None else prompt[-room:]
+            if body.echo:  # its text is returned
                 tokenizer = reader.require_tokenizer("echo", "echo=false")
-                return {"prompt": tokenizer.decode(prompt, skip_special_tokens=False), "prompt_token_ids": prompt}
-            return {"prompt_token_ids": prompt}
-        text = prompt if self.body.suffix is None else self._with_gap(prompt, self.body.suffix)
-        return {"prompt": prompt, "prompt_token_ids": reader.encode(text, self.body.add_special_tokens)}
+                return {"prompt": tokenizer.decode(ids, skip_special_tokens=False), "prompt_token_ids": ids}
+            return {"prompt_token_ids": ids}
+        if room is None:
+            text = prompt if body.suffix is None else self._with_gap(prompt, body.suffix)
+            return {"prompt": prompt, "prompt_token_ids": reader.encode(text, body.add_special_tokens)}
+        tokenizer = reader.check_text(prompt, truncated=True)
+        ids = tokenizer.encode(prompt, body.add_special_tokens)
+        if len(ids) > room:
+            with_specials = body.add_special_tokens
+            ids = tokenizer.encode_truncated(prompt, None, room, "left")[0] if with_specials else ids[-room:]
+            prompt = tokenizer.decode(ids)
+        return {"prompt": prompt, "prompt_token_ids": ids}
 
     def _with_gap(self, prompt: str, suffix: str) -> str:
         tokenizer = self.llm.engine.input_processor.prompts.require_tokenizer("suffix", "a prompt of token ids")
@@ -150,10 +162,18 @@ class Completions:
             echoes_ids = self.body.echo and isinstance(self.prompts[index // self.body.n], list)
             num_shown = len(output.prompt_token_ids) if echoes_ids else 0
             offsets = self.offsets.setdefault(index, TextOffsets(tokenizer, skipped, num_shown))
-            if output.prompt_logprobs is not None and num_seen == 0:
+            if self.body.echo and output.prompt_logprobs is not None and num_seen == 0:
                 token_ids, tables = output.prompt_token_ids + token_ids, output.prompt_logprobs + tables
-            logprobs = completion_logprobs(tokenizer, token_ids, tables, self.body.logprobs, offsets)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+            as_ids = self.body.return_tokens_as_token_ids
+            logprobs = completion_logprobs(tokenizer, token_ids, tables, self.body.logprobs, offsets, as_ids)
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
+        if self.body.return_token_ids:
+            choice["token_ids"] = [] if self.only_scores else completion.token_ids[num_seen:]
+            if num_seen == 0:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        if (count := self.body.prompt_logprobs) is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs or [], count)
+        return choice
 
     def _ending(self, completion: CompletionOutput) -> dict:
         reason = "length" if self.only_scores else completion.finish_reason

@@ -69,7 +69,7 @@ def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
         fields: names that may be the `param`. If the prompt is wrong, the `param` is the last of these.
     """
     message = re.sub(r"(/[\w.-]+)+/(?=[\w.-])", "", str(error))  # removes the directories of file names
-    if re.match("(the |a )?prompt(?!_name|_embeds|_adapter)", message):
+    if re.match("(the |a )?prompt(?!_name|_embeds|_adapter|_logprobs)", message):
         return ApiError(400, re.sub(r"^prompt_token_ids\b", fields[-1], message), param=fields[-1])
     match = re.match(r"(\w+)(\[(\d+|'\w+')\])*", message)
     if match is None or match[1] not in fields:

@@ -135,6 +135,21 @@ def too_long(llm: AsyncLLM, error: PromptTooLongError, param: str) -> ApiError:
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+def prompt_room(llm: AsyncLLM, body: SamplingBody, max_tokens: int | None) -> int | None:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps. None: all.
+
+    Args: max_tokens: of the reply, for which -1 leaves room.
+    Raises: ApiError for a number that is out of bounds.
+    """
+    count, longest = body.truncate_prompt_tokens, llm.engine.max_model_len
+    if count is None:
+        return None
+    if count != -1 and not 1 <= count <= longest:
+        message = f"truncate_prompt_tokens={count} must be -1, or in [1, {longest}]: the model takes {longest} tokens"
+        raise ApiError(400, message, param="truncate_prompt_tokens")
+    return count if count > 0 else longest - min(max_tokens or 1, longest - 1)
+
+
 async def _read(index: int, stream: RequestStream, news: asyncio.Queue) -> None:
     try:
         async for output in stream:

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from nanopage.outputs import Logprob
 from nanopage.text.tokenizer import Tokenizer
@@ -11,12 +12,18 @@ FLOOR = -9999.0  # JSON has no -inf
 Table = dict[int, Logprob]
 
 
-def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table], num_top: int) -> dict:
-    """The form of /v1/chat/completions: an entry for each token, with its raw bytes, even half a character."""
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table], num_top: int, as_ids: bool
+) -> dict:
+    """The form of /v1/chat/completions: an entry for each token, with its raw bytes, even half a character.
+
+    Args: as_ids: name tokens by their ids instead of their text.
+    """
 
     def entry(token_id: int, table: Table) -> dict:
         data = tokenizer.token_bytes(token_id)
-        return {"token": data.decode(errors="replace"), "logprob": _value(table[token_id]), "bytes": list(data)}
+        name = f"token_id:{token_id}" if as_ids else data.decode(errors="replace")
+        return {"token": name, "logprob": _value(table[token_id]), "bytes": list(data)}
 
     return {
         "content": [
@@ -49,17 +56,27 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offsets: TextOffsets
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    tables: Sequence[Table | None],
+    num_top: int,
+    offsets: TextOffsets,
+    as_ids: bool,
 ) -> dict:
     """The form of /v1/completions: lists of the same length.
 
     Args:
         tables: None for the first token of a prompt, which nothing predicts.
         offsets: has counted the choice's earlier tokens.
+        as_ids: name tokens by their ids instead of their text.
     """
+
+    def name(token_id: int) -> str:
+        return f"token_id:{token_id}" if as_ids else _text(tokenizer, token_id)
+
     return {
         "text_offset": [offsets.add(token_id) for token_id in token_ids],
-        "tokens": [_text(tokenizer, token_id) for token_id in token_ids],
+        "tokens": [name(token_id) for token_id in token_ids],
         "token_logprobs": [
             None if table is None else _value(table[token_id])
             for token_id, table in zip(token_ids, tables, strict=True)
@@ -68,12 +85,25 @@ def completion_logprobs(
             None
             if table is None
             else {
-                _text(tokenizer, top): _value(table[top])
+                name(top): _value(table[top])
                 for top in dict.fromkeys([*_likeliest(table, num_top), token_id])  # the token itself is always there
             }
             for token_id, table in zip(token_ids, tables, strict=True)
         ],
     }
+
+
+def prompt_logprobs(token_ids: Sequence[int], tables: Sequence[Table | None], num_top: int) -> list[dict | None]:
+    """vLLM's form for prompts: the `num_top` likeliest tokens and the prompt's own, by their ids. The first is None."""
+    return [
+        None
+        if table is None
+        else {
+            str(top): asdict(table[top]) | {"logprob": _value(table[top])}
+            for top in dict.fromkeys([token_id, *_likeliest(table, num_top)])
+        }
+        for token_id, table in zip(token_ids, tables, strict=True)
+    ]
 
 
 def _likeliest(table: Table, count: int) -> list[int]:

@@ -117,6 +117,15 @@ class SamplingBody(CommonBody):
     max_completion_tokens: Integer | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
+    truncate_prompt_tokens: Integer | None = None
+    prompt_logprobs: Integer | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of a choice; None if the body does not say."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def prompt_field(self) -> str:
@@ -135,6 +144,8 @@ class SamplingBody(CommonBody):
         """Raises: ApiError for fields that are out of bounds or contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(400, "prompt_logprobs are not available with stream=true", param="prompt_logprobs")
         for name in ("n", "best_of"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= MAX_CHOICES:
                 raise ApiError(400, f"{name} must be in [1, {MAX_CHOICES}]", param=name)
@@ -165,7 +176,6 @@ class SamplingBody(CommonBody):
 
         Raises: ApiError naming the field.
         """
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         structured = constrain(self._structured_outputs())
         given = {name: getattr(self, name) for name in OF_PARAMS if getattr(self, name) is not None}
         try:
@@ -173,8 +183,9 @@ class SamplingBody(CommonBody):
             params = dataclasses.replace(
                 default,
                 **given,
-                max_tokens=max_tokens if limit is None else limit,
+                max_tokens=max_tokens if self.limit is None else self.limit,
                 logprobs=logprobs,
+                prompt_logprobs=self.prompt_logprobs,
                 output_kind=RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY,
             )
             if not params.greedy:  # greedy completions are all the same, so only one is computed
@@ -195,11 +206,11 @@ class SamplingBody(CommonBody):
     def _format(self) -> StructuredOutputsParams | None:
         return None if self.response_format is None else read_response_format(self.response_format)
 
-    def check_logprobs(self, num_choices: int, num_tokens: int, num_top: int) -> None:
+    def check_logprobs(self, num_choices: int, num_tokens: int, num_top: int, field: str = "logprobs") -> None:
         """Raises: ApiError for a reply with too many log-probabilities."""
         if num_choices * num_tokens * (num_top + 1) > MAX_LOGPROBS:
-            message = f"logprobs: {num_choices} choices of {num_tokens:,} tokens with {num_top} top log-probabilities "
-            raise ApiError(400, f"{message}are more than {MAX_LOGPROBS:,}: ask for fewer", param="logprobs")
+            message = f"{field}: {num_choices} choices of {num_tokens:,} tokens with {num_top} top log-probabilities "
+            raise ApiError(400, f"{message}are more than {MAX_LOGPROBS:,}: ask for fewer", param=field)
 
     def invalid(self, error: Exception) -> ApiError:
         """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
@@ -258,6 +269,10 @@ class ResponsesBody(CommonBody):
         "messages": ((), "use input"),
         "add_generation_prompt": ((True,), "use /v1/chat/completions"),
         "continue_final_message": ((False,), "use /v1/chat/completions"),
+        "truncate_prompt_tokens": ((), "use /v1/chat/completions"),
+        "prompt_logprobs": ((), "use /v1/chat/completions"),
+        "return_token_ids": ((False,), "use /v1/chat/completions"),
+        "return_tokens_as_token_ids": ((False,), "use /v1/chat/completions"),
     }
 
     known = RESPONSES
@@ -288,6 +303,7 @@ class PoolingBody(Body):
     """What the endpoints for embeddings and scores have in common."""
 
     refused = {
+        "truncation_side": (("right",), "truncate_prompt_tokens keeps the first tokens of a text"),
         "add_special_tokens": ((True,), "texts have the special tokens of the model"),
         "use_activation": ((), "use normalize"),  # of embeddings
         "embed_dtype": (("float32",), "numbers are float32"),
@@ -342,6 +358,7 @@ class RerankBody(PoolingBody):
 class TokenizeBody(Body):
     """POST /tokenize: a prompt, or messages."""
 
+    refused = {"truncate_prompt_tokens": ((), "all tokens are returned")}
     known = CHAT
 
     model: str | None = None

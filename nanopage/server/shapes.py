@@ -79,6 +79,7 @@ class Choice(BaseModel):
     index: int
     finish_reason: FinishReason | None = Field(description="null in chunks before the last of the choice.")
     stop_reason: int | str | None = Field(None, description="The stop string or stop token that ended the choice.")
+    token_ids: list[int] = Field([], description="With return_token_ids. In chunks, the new tokens.")
 
 
 class ChatChoice(Choice):
@@ -86,7 +87,18 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class ChatReply(Envelope):
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+class PromptTokens(BaseModel):
+    prompt_token_ids: list[int] = Field([], description="With return_token_ids. In a stream, in the first chunks.")
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] = Field([], description="With prompt_logprobs.")
+
+
+class ChatReply(Envelope, PromptTokens):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
@@ -97,7 +109,7 @@ class ChunkChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
-class ChatChunk(Envelope):
+class ChatChunk(Envelope, PromptTokens):
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     usage: Usage | None = None
@@ -110,7 +122,7 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(Choice):
+class CompletionChoice(Choice, PromptTokens):
     text: str
     logprobs: CompletionLogprobs | None
 

@@ -6,7 +6,7 @@ from typing import Any
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_definitions import Tool
 from nanopage.server.errors import ApiError, invalid
-from nanopage.server.generation import too_long
+from nanopage.server.generation import prompt_room, too_long
 from nanopage.server.images import check_sight
 from nanopage.server.message_body import MessagesBody
 from nanopage.server.protocol import ChatBody, ResponsesBody, TokenizeBody
@@ -36,23 +36,33 @@ def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool])
     check_sight(llm, body.messages or [])
     kwargs, _ = template_kwargs(llm, body)
     reader = llm.engine.input_processor.prompts
+    room = prompt_room(llm, body, body.limit) if isinstance(body, ChatBody) else None
+
+    def encode(text: str, add_special_tokens: bool) -> list[int]:
+        return reader.check_text(text, truncated=room is not None).encode(text, add_special_tokens)
+
     try:
         tokenizer = reader.require_tokenizer("a conversation", "prompt_token_ids to /v1/completions")
         has_developer = "developer" in (tokenizer.template_for(bool(tools)) or "")
         messages = [_plain_message(message, has_developer) for message in body.messages or []]
-        return make_prompt(
+        prompt = make_prompt(
             tokenizer,
-            reader.encode,
+            encode,
             messages,
             [tool.describe() for tool in tools] or None,
             add_generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=kwargs or None,
         )
+        if room is not None and len(prompt["prompt_token_ids"]) > room:
+            if "multi_modal_data" in prompt:
+                raise ValueError("truncate_prompt_tokens: a prompt with images is never cut")
+            prompt["prompt_token_ids"] = prompt["prompt_token_ids"][-room:]
+        return prompt
     except PromptTooLongError as error:
         raise too_long(llm, error, "messages") from None
     except (ValueError, TypeError) as error:
-        raise invalid(error, ("chat_template_kwargs", "messages")) from None
+        raise invalid(error, ("chat_template_kwargs", "truncate_prompt_tokens", "messages")) from None
 
 
 def template_kwargs(

@@ -175,13 +175,15 @@ class Tokenizer:
         return ids
 
     def encode_truncated(
-        self, text: str, pair: str | None = None, max_tokens: int | None = None
+        self, text: str, pair: str | None = None, max_tokens: int | None = None, side: str = "right"
     ) -> tuple[list[int], list[int]]:
         """The ids of a text or a pair with special tokens, and the type of each token: 1 for tokens of the second text,
         if the tokenizer tells the two apart.
 
-        Args: max_tokens: keep this many of a longer text's first tokens, special ones included. Of a pair, the longer
-            text is shortened until both are equally long, as transformers' "longest_first" does.
+        Args:
+            max_tokens: keep this many of a longer text's first tokens, special ones included. Of a pair, the longer
+                text is shortened until both are equally long, as transformers' "longest_first" does.
+            side: "left" drops the first tokens instead of the last.
 
         Raises: as `encode`; ValueError if the special tokens alone are more than `max_tokens`.
         """
@@ -195,7 +197,7 @@ class Tokenizer:
                 if room < len(texts):
                     raise ValueError(f"truncate_prompt_tokens={max_tokens} leaves no room beside the special tokens")
                 for part, length in zip(parts, _shortened([len(part.ids) for part in parts], room), strict=True):
-                    part.truncate(length)
+                    part.truncate(length, direction=side)
             done = self.backend.post_process(parts[0], parts[1] if len(parts) > 1 else None)
         return self._checked(done.ids), done.type_ids
 

@@ -253,6 +253,76 @@ def test_every_field_may_be_null(app):
     assert post(app, CHAT, {"messages": HELLO, "max_tokens": 2, "top_logprobs": None, "tools": None}).status == 200
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_token_ids_are_those_of_the_engine(app, offline, path):
+    ids, params = [40, 41, 42], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    prompt = {"prompt": ids}
+    if path == CHAT:
+        prompt = {"messages": HELLO}
+        ids = post(app, "/tokenize", prompt).json["tokens"]
+    expected = offline.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].outputs[0].token_ids
+    body = prompt | GREEDY | {"n": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    body |= {"logprobs": True} if path == CHAT else {"logprobs": 0}
+    whole = post(app, path, body).json
+    events = [event for event in post(app, path, body | {"stream": True}).events if event["choices"]]
+    for index in range(2):
+        choice = whole["choices"][index]
+        parts = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert choice["token_ids"] == [i for part in parts for i in part.get("token_ids", ())] == expected
+        logprobs = choice["logprobs"]
+        names = [each["token"] for each in logprobs["content"]] if path == CHAT else logprobs["tokens"]
+        assert names == [f"token_id:{i}" for i in expected]
+        if path == TEXT:
+            assert [part.get("prompt_token_ids") for part in parts] == [ids] + [None] * (len(parts) - 1)
+            assert [*logprobs["top_logprobs"][0]] == names[:1]
+        assert (whole if path == CHAT else choice)["prompt_token_ids"] == ids
+    if path == CHAT:
+        assert [event.get("prompt_token_ids") for event in events] == [ids] * 2 + [None] * (len(events) - 2)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_prompt_logprobs_are_those_of_the_engine(app, offline, path):
+    prompt = {"messages": HELLO} if path == CHAT else {"prompt": "Hello there"}
+    ids = post(app, "/tokenize", prompt).json["tokens"]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=2)
+    expected = offline.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0].prompt_logprobs
+    reply = post(app, path, prompt | GREEDY | {"prompt_logprobs": 2}).json
+    tables = (reply if path == CHAT else reply["choices"][0])["prompt_logprobs"]
+    assert tables[0] is None and len(tables) == len(ids)
+    for found, table in zip(tables[1:], expected[1:], strict=True):
+        assert found == {str(i): dataclasses.asdict(p) for i, p in table.items()}
+    for wrong in ({"stream": True, "prompt_logprobs": 0}, {"prompt_logprobs": -1}, {"prompt_logprobs": 21}):
+        assert post(app, path, prompt | GREEDY | wrong).error["param"] == "prompt_logprobs"
+    if path == TEXT:
+        more = GREEDY | {"prompt_logprobs": 1, "logprobs": 2, "echo": True}
+        choice = post(app, TEXT, prompt | more).json["choices"][0]
+        assert {len(table) for table in choice["prompt_logprobs"][1:]} <= {1, 2}
+        assert len(choice["logprobs"]["tokens"]) == len(ids) + 8
+
+
+def test_long_prompts_are_cut_if_the_client_says_so(app, llm):
+    tokenizer = llm.engine.tokenizer
+    long, shown = "the cat " * 100, {"return_token_ids": True, "truncate_prompt_tokens": 7}
+    ids = tokenizer.encode(long)
+    for prompt in (long, ids):
+        choice = post(app, TEXT, {"prompt": prompt, "echo": True} | GREEDY | shown).json["choices"][0]
+        assert choice["prompt_token_ids"] == ids[-7:] and choice["text"].startswith(tokenizer.decode(ids[-7:]))
+    chat = {"messages": [{"role": "user", "content": long}]}
+    whole = post(app, "/tokenize", chat).json["tokens"]
+    assert post(app, CHAT, chat | GREEDY | shown).json["prompt_token_ids"] == whole[-7:]
+    most = shown | {"truncate_prompt_tokens": -1}  # as many as leave room for max_tokens
+    for reply in (post(app, CHAT, chat | GREEDY | most).json, post(app, TEXT, {"prompt": long} | GREEDY | most).json):
+        assert reply["usage"]["prompt_tokens"] == 120 and reply["usage"]["completion_tokens"] == 8
+    short = {"prompt": "Hello", "max_tokens": 1, "truncate_prompt_tokens": 128, "echo": True}
+    assert post(app, TEXT, short).json["choices"][0]["text"].startswith("Hello")
+    for path, body in ((CHAT, chat), (TEXT, {"prompt": long})):
+        for wrong in (0, -2, 129):
+            assert post(app, path, body | {"truncate_prompt_tokens": wrong}).error["param"] == "truncate_prompt_tokens"
+    assert post(app, TEXT, {"prompt": long, "suffix": "x", "truncate_prompt_tokens": 7}).error["param"] == "suffix"
+    side = post(app, TEXT, {"prompt": long, "truncation_side": "right", "truncate_prompt_tokens": 7})
+    assert side.error["param"] == "truncation_side"
+
+
 def test_seeds_stops_biases_and_penalties_reach_the_engine(app, offline):
     options = {
         "seed": 4,

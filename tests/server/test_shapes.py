@@ -35,6 +35,7 @@ FUNCTION = {"name": "now", "parameters": {"type": "object", "properties": {}, "a
 SCHEMA = {"enum": ["yes", "no"]}
 # Fields that the SDK does not have: of vLLM, and of Open Responses; and `name`, which its event of a call once had.
 OTHERS = {"stop_reason", "reasoning", "reasoning_content", "presence_penalty", "frequency_penalty", "store", "name"}
+OTHERS |= {"token_ids", "prompt_token_ids", "prompt_logprobs", "rank", "decoded_token"}
 # What Open Responses (openresponses.org, 2026-04-24) requires of every response: more than the SDK's types do.
 # fmt: off
 REQUIRED = {
@@ -62,7 +63,11 @@ CASES = {
             "tool_choice": "required",
         },
     ),
+    "chat-ids": (CHAT, {"messages": HELLO, **SHORT, "return_token_ids": True}),
+    "chat-prompt": (CHAT, {"messages": HELLO, **SHORT, "prompt_logprobs": 1}),
     "text": (TEXT, {"prompt": "the cat", **SHORT}),
+    "text-ids": (TEXT, {"prompt": "the cat", **SHORT, "return_token_ids": True}),
+    "text-prompt": (TEXT, {"prompt": "the cat", **SHORT, "prompt_logprobs": 0}),
     "text-several": (TEXT, {"prompt": ["the cat", "a dog"], **SHORT, "n": 2, "logprobs": 2, "echo": True}),
     "text-scores": (TEXT, {"prompt": [40, 41, 42], "max_tokens": 0, "logprobs": 0, "echo": True}),
     "response": (RESPONSES, {"input": "Hello", "seed": 1, "ignore_eos": True, "max_output_tokens": 6}),
@@ -189,6 +194,7 @@ def check_response(response):
 @pytest.mark.parametrize("name", CASES)
 def test_a_reply_has_the_shape_that_clients_know(serve, schema, name, stream):
     path, body = CASES[name]
+    stream = stream and "prompt_logprobs" not in body  # these do not stream
     usage = {"stream_options": {"include_usage": True}} if stream and path != RESPONSES else {}
     replies = serve(path, body | usage, stream) if stream else [serve(path, body)]
     for reply in replies:
