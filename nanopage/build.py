@@ -120,7 +120,7 @@ def _read_config(config: EngineConfig, checkpoint: loader.Checkpoint) -> ModelCo
     """Read the configuration for a family here, or else for transformers' own module. Raises: as `build_engine`."""
     fits = config.model_impl == "auto" and (not isinstance(checkpoint, Path) or has_family(checkpoint))
     if fits or config.model_impl == "nanopage":
-        return loader.read_config(checkpoint)
+        return loader.read_config(checkpoint, config.hf_overrides)
     from nanopage.transformers_impl.config import read_config  # imports transformers
 
     return read_config(config, checkpoint)

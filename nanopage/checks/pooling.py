@@ -19,7 +19,6 @@ ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.activation.Softmax": "softmax",
 }
-OVERRIDES = ("architectures", "classifier_from_token", "is_original_qwen3_reranker")
 
 
 @dataclass(frozen=True)
@@ -68,30 +67,14 @@ class PoolingConfig:
         return self.prompts[name]
 
 
-def check_pooling_options(pooler_config: dict | None, hf_overrides: dict | None) -> None:
-    """Check the options of EngineConfig of these names. Raises: ValueError, TypeError naming the option."""
+def check_pooler_config(pooler_config: dict | None) -> None:
+    """Check the option of EngineConfig. Raises: ValueError, TypeError naming it."""
     for key, value in (pooler_config or {}).items():
         if key not in POOLER_CONFIG:
             raise ValueError(
                 f"pooler_config has {shown(key)}, which is not supported; supported: {', '.join(POOLER_CONFIG)}"
             )
         check(f"pooler_config: {key}", value, POOLER_CONFIG[key])
-    overrides = hf_overrides or {}
-    for key in overrides:
-        if key not in OVERRIDES:
-            raise ValueError(
-                f"hf_overrides has {shown(key)}, which is not supported; supported: {', '.join(OVERRIDES)}"
-            )
-    if not overrides:
-        return
-    names = overrides.get("architectures")
-    if not (isinstance(names, list) and len(names) == 1 and str(names[0]).endswith("ForSequenceClassification")):
-        raise ValueError(f"hf_overrides: architectures must be one ...ForSequenceClassification, not {shown(names)}")
-    tokens = overrides.get("classifier_from_token")
-    if not (isinstance(tokens, list) and len(tokens) == 2 and all(isinstance(token, str) for token in tokens)):
-        raise ValueError(f"hf_overrides: classifier_from_token must be two tokens, not {shown(tokens)}")
-    name = "is_original_qwen3_reranker"
-    check(f"hf_overrides: {name}", overrides.get(name, False), Flag)
 
 
 def read_classifier(config: dict, source: str, num_labels: int) -> PoolingConfig:

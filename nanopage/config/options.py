@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from nanopage.checks.fields import Dtype
 from nanopage.checks.options import Count, Flag, Gib, Share, SwapGib, check_fields, integer
-from nanopage.checks.pooling import Conversion, Runner, check_pooling_options
+from nanopage.checks.overrides import check_overrides, reranker_fields
+from nanopage.checks.pooling import Conversion, Runner, check_pooler_config
 from nanopage.checks.speculation import SpeculativeConfig
 from nanopage.checks.stored_quantization import STORED_QUANTIZATIONS
 
@@ -112,9 +113,10 @@ class EngineConfig:
         convert: what pooling makes: "embed" or "classify". "auto" is what the model is for. "none" is "auto".
         pooler_config: how an embedding model pools, instead of what its files say: {"pooling_type": "CLS", "LAST" or
             "MEAN", "normalize": True or False}, one of them or both.
-        hf_overrides: fields of config.json that turn a decoder that answers yes or no, such as Qwen3-Reranker, into a
-            reranker: {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
-            "is_original_qwen3_reranker": True}. No other fields.
+        hf_overrides: fields of config.json. rope_scaling (or rope_parameters), rope_theta and max_position_embeddings
+            extend a context. Others turn a decoder that answers yes or no, such as Qwen3-Reranker, into a reranker:
+            {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
+            "is_original_qwen3_reranker": True}.
 
     Raises:
         ValueError, TypeError: an option out of range, by name.
@@ -164,19 +166,22 @@ class EngineConfig:
         if self.model is not None and not isinstance(self.model, str | Path):
             raise TypeError(f"model must be a path or a name, not {self.model!r}")
         check_fields(self, but=("model",))
-        check_pooling_options(self.pooler_config, self.hf_overrides)
+        check_overrides(self.hf_overrides)
+        check_pooler_config(self.pooler_config)
         for message in self._conflicts():
             raise ValueError(message)
 
     def _conflicts(self) -> Iterator[str]:
         """Why options exclude each other. startup/options.py says what does not fit the model or the device."""
+        reranker = reranker_fields(self.hf_overrides)
         if self.runner == "generate":
-            for name in ("convert", "pooler_config", "hf_overrides"):
-                if (value := getattr(self, name)) and value not in ("auto", "none"):
+            makes = {"convert": self.convert, "pooler_config": self.pooler_config, "hf_overrides": reranker}
+            for name, value in makes.items():
+                if value and value not in ("auto", "none"):
                     yield f"{name}={value!r} and runner='generate' exclude each other"
         if self.convert == "classify" and self.pooler_config:
             yield "pooler_config is for embeddings, and convert='classify' makes none"
-        if self.hf_overrides and (self.convert == "embed" or self.pooler_config):
+        if reranker and (self.convert == "embed" or self.pooler_config):
             yield "hf_overrides makes a reranker: give neither convert='embed' nor pooler_config"
         tp_size, pp_size = (f"{name}={getattr(self, name)}" for name in SIZES)
         if self.num_ranks > MAX_RANKS:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from nanopage.checks.overrides import reranker_fields
 from nanopage.checks.pooling import SIMILARITIES, Conversion, PoolingConfig, Runner, choice
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
@@ -70,7 +71,7 @@ def choose_pooling(
 
     Raises: ValueError naming the option that the model does not allow, or a file and its field.
     """
-    runner, convert, overrides = options.runner, options.convert, options.hf_overrides
+    runner, convert, overrides = options.runner, options.convert, reranker_fields(options.hf_overrides)
     if runner == "generate":
         if made_for is not None:
             raise ValueError(f"runner='generate': {path.name} has no language-model head")

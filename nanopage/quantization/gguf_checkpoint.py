@@ -101,9 +101,9 @@ class GGUFCheckpoint:
         for kind in {tensor.kind for tensor in self.weights.values()}:
             self._check_kind(kind)
 
-    def model_config(self) -> ModelConfig:
-        """Raises: ValueError as config_from_dict, naming the file."""
-        return replace(config_from_dict(self.config(), str(self.path), INSTEAD), from_gguf=True)
+    def model_config(self, overrides: dict | None = None) -> ModelConfig:
+        """Raises: ValueError as config_from_dict, naming the file. Args: overrides: as there."""
+        return replace(config_from_dict(self.config(), str(self.path), INSTEAD, overrides), from_gguf=True)
 
     def config(self) -> dict[str, Any]:
         """The file's hyperparameters as the contents of a config.json."""

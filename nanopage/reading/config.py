@@ -17,23 +17,25 @@ from nanopage.checks.stored_quantization import FLOATS, read_stored_quantization
 from nanopage.config.model import ModelConfig
 from nanopage.files.model_files import exists, listed, read_json, shown
 from nanopage.models import find_family, load_families
+from nanopage.reading.overrides import check_overridden, override
 from nanopage.reading.rope import check_rope, read_rope
 
 # What runs instead of a model that is refused.
 OTHERS = "model_impl='auto' runs most other decoders"
 
 
-def config_from_directory(path: Path) -> ModelConfig:
+def config_from_directory(path: Path, overrides: dict | None = None) -> ModelConfig:
     """Read config.json. The end-of-sequence ids are those of config.json and of generation_config.json. ModelOpt may
     have its own file instead of quantization_config.
 
+    Args: overrides: as in `config_from_dict`.
     Raises: FileNotFoundError; ValueError as in `config_from_dict`, naming the file.
     """
     config, of_modelopt = read_json(path / "config.json"), path / "hf_quant_config.json"
     if config.get("quantization_config") is None and exists(of_modelopt):
         fields = Fields(read_json(of_modelopt), str(of_modelopt)).object("quantization")
         config["quantization_config"] = fields.values | {"quant_method": "modelopt"}
-    return add_ends(config_from_dict(config, str(path / "config.json")), path)
+    return add_ends(config_from_dict(config, str(path / "config.json"), None, overrides), path)
 
 
 def add_ends(config: ModelConfig, path: Path) -> ModelConfig:
@@ -51,11 +53,15 @@ def has_family(path: Path) -> bool:
     return isinstance(names, list) and _search(name for name in names if isinstance(name, str)) is not None
 
 
-def config_from_dict(config: dict, source: str = "config.json", instead: str | None = None) -> ModelConfig:
+def config_from_dict(
+    config: dict, source: str = "config.json", instead: str | None = None, overrides: dict | None = None
+) -> ModelConfig:
     """`config` is config.json as a dict, with the field names of transformers 4 or 5; `source` is the file's name
     in error messages.
 
-    Args: instead: what runs the model if a field is not supported. None: transformers' module, if it is a decoder.
+    Args:
+        instead: what runs the model if a field is not supported. None: transformers' module, if it is a decoder.
+        overrides: the option hf_overrides, of which the fields of the rope count here.
 
     Raises:
         ValueError: an architecture, rope type, activation or quantization that is not supported, or a field that
@@ -65,6 +71,7 @@ def config_from_dict(config: dict, source: str = "config.json", instead: str | N
     name, architecture, family = _find_family(fields)
     if hasattr(family, "text_fields"):
         fields = family.text_fields(fields)
+    fields = replace(fields, values=override(fields.values, overrides or {}))
     if instead is None and name.endswith("ForCausalLM"):
         instead = getattr(family, "INSTEAD", "model_impl='transformers' may run the model")
     fields = replace(fields, instead=instead or "")
@@ -85,7 +92,7 @@ def config_from_dict(config: dict, source: str = "config.json", instead: str | N
         if quantization.method == "mxfp4" and not (special.get("experts") and special["experts"].swiglu):
             raise stored.unsupported("quant_method", f"'mxfp4' of {architecture}")
     vocab_size = fields.size("vocab_size")
-    return ModelConfig(
+    model = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=fields.size("hidden_size"),
@@ -96,6 +103,8 @@ def config_from_dict(config: dict, source: str = "config.json", instead: str | N
         pooling=pooling,
         **special,
     )
+    check_overridden(model, overrides or {})
+    return model
 
 
 def _find_family(fields: Fields) -> tuple[str, str, ModuleType]:

@@ -40,7 +40,7 @@ def read_config(options: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
     if not isinstance(checkpoint, Path):
         raise ValueError(f"{checkpoint.path}: model_impl='transformers' reads no .gguf files; model_impl='auto' does")
     if (module := read_module(checkpoint)) is None:
-        return config_from_directory(checkpoint)  # a family has it
+        return config_from_directory(checkpoint, options.hf_overrides)  # a family has it
     config, fields = module
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     name, positions = model_class.__name__, getattr(config, "max_position_embeddings", None)

@@ -61,12 +61,12 @@ def path_of(checkpoint: Checkpoint) -> Path:
     return checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
 
 
-def read_config(checkpoint: Checkpoint) -> ModelConfig:
-    """Raises: as config_from_directory and GGUFCheckpoint."""
+def read_config(checkpoint: Checkpoint, overrides: dict | None = None) -> ModelConfig:
+    """Raises: as config_from_directory and GGUFCheckpoint. Args: overrides: as in config_from_dict."""
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     if isinstance(checkpoint, GGUFCheckpoint):
-        return checkpoint.model_config()
-    return config_from_directory(checkpoint)
+        return checkpoint.model_config(overrides)
+    return config_from_directory(checkpoint, overrides)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import tiny_model
 
 from nanopage import EngineConfig
+from nanopage.build import build_engine
 from nanopage.checks.fields import GENERATE, MAX_SIZES, RANGES
 from nanopage.checks.stored_quantization import StoredQuantization
 from nanopage.config.model import ExpertsConfig, ModelConfig
@@ -98,6 +100,7 @@ OTHER_SIZES = (
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )  # two are an encoder's; tests/models and tests/recurrent have the last lines
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
+LONGER = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1e6, "max_position_embeddings": 512}
 FLAGS = ["enable_prompt_embeds", "enable_prompt_adapter", "enable_prefix_caching", "enforce_eager", "enable_lora"]
 EXPERTS = "enable_expert_parallel"
 
@@ -142,7 +145,10 @@ PASS = cases(
         (["seed"], [-1, 0, 2**64]),
         (["swap_space"], [None, 0, 0.0, 1e-6, 4, 4000]),
         (["pooler_config"], [None, {}, {"pooling_type": "MEAN"}, {"pooling_type": "CLS", "normalize": False}]),
-        (["hf_overrides"], [None, {}, RERANKER, RERANKER | {"is_original_qwen3_reranker": True}]),
+        (
+            ["hf_overrides"],
+            [None, {}, LONGER, LONGER | RERANKER, RERANKER | {"is_original_qwen3_reranker": True}],
+        ),
         (["limit_mm_per_prompt"], [None, {}, {"image": 4}]),
         (["allowed_local_media_path"], ["", "media"]),
         (["allowed_media_domains"], [None, [], ["a.org"]]),
@@ -174,6 +180,12 @@ OUT_OF_RANGE = cases(
             ["hf_overrides"],
             [
                 {"rope_theta": 1},
+                {"rope_theta": "1e6"},
+                {"max_position_embeddings": 0},
+                {"rope_scaling": {}},
+                {"rope_parameters": [4]},
+                {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": {"rope_type": "yarn"}},
+                {"max_model_len": 512},
                 {"architectures": ["QForSequenceClassification"]},
                 RERANKER | {"architectures": ["QForCausalLM"]},
                 RERANKER | {"classifier_from_token": ["no"]},
@@ -490,6 +502,38 @@ def test_field_names_of_transformers_4_and_5_mean_the_same(transformers_4, trans
 )
 def test_rope_parameters_keep_what_the_rope_type_needs(rope, expected):
     assert config_from_dict(LLAMA | {"rope_scaling": rope}).rope == expected
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_overrides_are_as_if_config_json_had_them(name):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    overrides = {name: scaling, "max_position_embeddings": 512}
+    expected = config_from_dict(LLAMA | {"rope_theta": 5e5, "rope_scaling": scaling, "max_position_embeddings": 512})
+    for rope in (
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}},
+        {"rope_theta": 5e5, "original_max_position_embeddings": 64},
+    ):
+        assert config_from_dict(LLAMA | rope, overrides=overrides) == expected
+        other = config_from_dict(LLAMA | rope, overrides=overrides | {"rope_theta": 1e6})
+        assert other == dataclasses.replace(expected, rope=dataclasses.replace(expected.rope, theta=1e6))
+    file = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    assert config_from_dict(LLAMA | file, overrides={"rope_theta": 1e6}).rope == RopeConfig(1e6)
+    with pytest.raises(ValueError, match="factor"):
+        config_from_dict(LLAMA, overrides={name: {"rope_type": "linear"}})
+    with pytest.raises(ValueError, match=f"hf_overrides: {name}: Olmo3ForCausalLM has several rotary embeddings"):
+        config_from_dict(of_family("Olmo3ForCausalLM", num_hidden_layers=5), overrides=overrides)
+
+
+def test_an_engine_reads_its_model_with_the_overrides(tmp_path):
+    path = tiny_model(tmp_path, max_position_embeddings=64)
+    options = {"model": str(path), "device": "cpu", "num_gpu_blocks_override": 64, "enforce_eager": True}
+    engine = build_engine(EngineConfig(**options, hf_overrides=LONGER))
+    assert engine.max_model_len == 512
+    assert (engine.model_config.rope.rope_type, engine.model_config.rope.theta) == ("yarn", 1e6)
+    with pytest.raises(ValueError, match="rope_parameters of type 'yarn': factor"):
+        build_engine(EngineConfig(**options, hf_overrides={"rope_scaling": {"rope_type": "yarn"}}))
 
 
 def test_the_original_length_beside_the_rope_parameters_wins_as_in_transformers():
