@@ -72,10 +72,16 @@ class Beams:
             beams = [seq for seq in group.seqs if not seq.dormant]
             reason = "abort" if group.error is None else "error"
             hypotheses += [Hypothesis(b.output_token_ids, b.cumulative_logprob, None, reason) for b in beams]
+
+        def text_of(hypothesis: Hypothesis) -> str:
+            """As the text of a sample, without the end-of-sequence token."""
+            token_ids = hypothesis.token_ids[:-1] if hypothesis.finish_reason == "stop" else hypothesis.token_ids
+            return "" if tokenizer is None else tokenizer.decode(token_ids, params.skip_special_tokens)
+
         output.outputs = [
             CompletionOutput(
                 index,
-                "" if tokenizer is None else tokenizer.decode(hypothesis.token_ids, params.skip_special_tokens),
+                text_of(hypothesis),
                 hypothesis.token_ids,
                 hypothesis.cumulative_logprob,
                 finish_reason=hypothesis.finish_reason,

@@ -11,6 +11,7 @@ from nanopage.grammar.tool_pieces import Call, Content, Piece, Reasoning, Reply
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.server.adapters import AnyServed
+from nanopage.server.beams import read_search
 from nanopage.server.choices import Change, changes, usage
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start
@@ -100,7 +101,8 @@ class Chat:
         if logprobs is not None:
             tokens = min(self.params.max_tokens or llm.engine.max_model_len, llm.engine.max_model_len)
             body.check_logprobs(body.n, tokens, logprobs)
-        self.copies = body.n // self.params.n
+        self.search = read_search(body, self.params, llm.engine.max_model_len)
+        self.copies = body.n // self.params.n if self.search is None else 1
         self.outputs: list[RequestOutput] = []  # the request's latest output
         self.reasoning: bool | None = None  # as in ReplyReader
         self.readers: dict[int, ReplyReader | None] = {}  # of each choice, while they stream
@@ -123,8 +125,10 @@ class Chat:
         marks = () if self.reasoning is None else (THINK, END_THINK)
         if self.reads_calls or any(is_special(tokenizer, mark) for mark in marks):
             self.params.skip_special_tokens = False  # special tokens are marks of calls or of reasoning
+            if self.search is not None:
+                self.search.skip_special_tokens = False
         try:
-            return await start(self.llm, [prompt], self.params, self.body, entered, self.adapter)
+            return await start(self.llm, [prompt], self.search or self.params, self.body, entered, self.adapter)
         except ApiError as error:
             if self.reads_calls and (error.param or "").startswith(("structured_outputs", "response_format", "tools")):
                 raise await self.llm.in_compiler(find_wrong_tool, self.llm, self.use.tools, error) from None

@@ -10,6 +10,7 @@ from nanopage.inputs import list_prompts
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import AnyServed
+from nanopage.server.beams import read_search
 from nanopage.server.choices import changes, usage
 from nanopage.server.embeds import EncodedEmbeds, encoded_prompts
 from nanopage.server.errors import ApiError
@@ -56,7 +57,9 @@ class Completions:
             body.check_logprobs(body.n, prompt_tokens, body.logprobs)
         if body.prompt_logprobs is not None:
             body.check_logprobs(body.n, sum(map(len, self.prompts)), body.prompt_logprobs, "prompt_logprobs")
-        self.copies = body.n // self.params.n
+        self.search = read_search(body, self.params, llm.engine.max_model_len)
+        self.num_computed = self.params.n if self.search is None else body.n  # completions of a prompt
+        self.copies = body.n // self.num_computed
         self.offsets: dict[int, TextOffsets] = {}  # of each choice
         self.outputs: dict[int, RequestOutput] = {}  # each prompt's latest output
 
@@ -79,7 +82,7 @@ class Completions:
             raise too_long(self.llm, error, "prompt") from None
         except (ValueError, TypeError) as error:
             raise self.body.invalid(error) from None
-        return await start(self.llm, prompts, self.params, self.body, entered, self.adapter)
+        return await start(self.llm, prompts, self.search or self.params, self.body, entered, self.adapter)
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
         """All choices. Takes long if there are many log-probabilities."""
@@ -87,7 +90,7 @@ class Completions:
         choices = []
         for prompt, output in self.outputs.items():
             for completion in output.outputs:
-                first = (prompt * self.params.n + completion.index) * self.copies
+                first = (prompt * self.num_computed + completion.index) * self.copies
                 text = self._echoed(output) + ("" if self.only_scores else completion.text)
                 choice = self._choice(first, output, completion, text, 0) | self._ending(completion)
                 choices += [choice | {"index": first + copy} for copy in range(self.copies)]

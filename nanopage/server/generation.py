@@ -11,7 +11,7 @@ from typing import Any
 from nanopage.aio.async_llm import AsyncLLM, EngineDeadError, RequestStream
 from nanopage.items.soft_prompts import PromptAdapterRequest
 from nanopage.outputs import RequestOutput
-from nanopage.params import PoolingParams, SamplingParams
+from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 from nanopage.server.adapters import AnyServed
 from nanopage.server.errors import ApiError
 from nanopage.server.formats import FIELD
@@ -90,7 +90,7 @@ class Generation:
 async def start(
     llm: AsyncLLM,
     prompts: Sequence[dict],
-    params: SamplingParams | PoolingParams,
+    params: SamplingParams | BeamSearchParams | PoolingParams,
     body: SamplingBody | PoolingBody,
     entered: Callable[[], None],
     adapter: AnyServed | None = None,

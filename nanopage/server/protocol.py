@@ -119,6 +119,8 @@ class SamplingBody(CommonBody):
     response_format: dict[str, Any] | None = None
     truncate_prompt_tokens: Integer | None = None
     prompt_logprobs: Integer | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -271,6 +273,8 @@ class ResponsesBody(CommonBody):
         "continue_final_message": ((False,), "use /v1/chat/completions"),
         "truncate_prompt_tokens": ((), "use /v1/chat/completions"),
         "prompt_logprobs": ((), "use /v1/chat/completions"),
+        "use_beam_search": ((False,), "use /v1/chat/completions"),
+        "length_penalty": ((1, 1.0), "use /v1/chat/completions"),
         "return_token_ids": ((False,), "use /v1/chat/completions"),
         "return_tokens_as_token_ids": ((False,), "use /v1/chat/completions"),
     }

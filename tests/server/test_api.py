@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 from server_process import OPTIONS
 
-from nanopage import AsyncLLM, EngineArgs, SamplingParams
+from nanopage import AsyncLLM, BeamSearchParams, EngineArgs, SamplingParams
 from nanopage.aio.engine_thread import EngineThread
 from nanopage.grammar.tool_definitions import ToolChoice
 from nanopage.grammar.tool_formats import MISTRAL
@@ -298,6 +298,33 @@ def test_prompt_logprobs_are_those_of_the_engine(app, offline, path):
         choice = post(app, TEXT, prompt | more).json["choices"][0]
         assert {len(table) for table in choice["prompt_logprobs"][1:]} <= {1, 2}
         assert len(choice["logprobs"]["tokens"]) == len(ids) + 8
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_beam_search_is_that_of_the_offline_engine(app, offline, path):
+    prompt = {"messages": HELLO} if path == CHAT else {"prompt": "Hello there"}
+    ids = post(app, "/tokenize", prompt).json["tokens"]
+    params = BeamSearchParams(3, max_tokens=6, length_penalty=0.5)
+    (expected,) = offline.beam_search([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    body = prompt | {"use_beam_search": True, "n": 3, "max_tokens": 6, "length_penalty": 0.5}
+    body |= {"temperature": 0, "top_k": -1, "stop": [], "return_token_ids": True}
+    choices = post(app, path, body).json["choices"]
+    assert [choice["token_ids"] for choice in choices] == [output.token_ids for output in expected.outputs]
+    texts = [choice["message"]["content"] if path == CHAT else choice["text"] for choice in choices]
+    assert texts == [output.text for output in expected.outputs] and len({*texts}) > 1
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    if path == TEXT:
+        both = post(app, path, body | {"prompt": ["a", "Hello there"]}).json["choices"]
+        assert both[3:] == [choice | {"index": 3 + i} for i, choice in enumerate(choices)]
+    form = {"response_format": {"type": "json_object"}}
+    for name, wrong in (
+        *(("temperature", 0.5), ("top_p", 0.9), ("stop", "a"), ("stream", True), ("min_tokens", 1), ("best_of", 4)),
+        *(("logprobs", True if path == CHAT else 0), ("length_penalty", 11), ("n", 1000), ("prompt_logprobs", 0)),
+    ):
+        assert post(app, path, body | {name: wrong}).error["param"] == name
+    assert post(app, path, body | form).error["param"] == "use_beam_search"
+    assert post(app, path, prompt | {"length_penalty": 0.5}).error["param"] == "length_penalty"
+    assert post(app, path, body | {"n": 100}).status == 400  # more than max_num_seqs
 
 
 def test_long_prompts_are_cut_if_the_client_says_so(app, llm):

@@ -58,6 +58,18 @@ def test_create_stream_and_the_stream_helper_give_the_same_answer(client, expect
     assert text.choices[0].logprobs.token_logprobs[0] is None
 
 
+def test_vllms_fields_through_the_sdk(client):
+    def ask(**fields):
+        extra = {"return_token_ids": True, "truncate_prompt_tokens": 5} | fields
+        return client.chat.completions.create(model="tiny", messages=HELLO, **GREEDY | {"extra_body": extra, "n": 2})
+
+    reply = ask(prompt_logprobs=1, ignore_eos=True)
+    assert len(reply.prompt_token_ids) == reply.usage.prompt_tokens == len(reply.prompt_logprobs) == 5
+    assert len(reply.choices[1].token_ids) == 8 and str(reply.prompt_token_ids[1]) in reply.prompt_logprobs[1]
+    beams = ask(use_beam_search=True)
+    assert beams.choices[0].token_ids != beams.choices[1].token_ids
+
+
 def test_responses_through_the_sdk(client):
     options = {"model": "tiny", "input": "Hello there", "temperature": 0, "max_output_tokens": 8}
     whole = client.responses.create(**options)
