@@ -32,6 +32,7 @@ from nanopage.items.soft_prompts import SoftPrompts, with_prompt_adapters
 from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
+from nanopage.processors.setup import attach_processors
 from nanopage.reading.config import has_family
 from nanopage.recurrent.states import fit_block_size
 from nanopage.speculation.drafts import Drafts
@@ -92,6 +93,7 @@ def build_engine(
         processor.grammars = Grammars(tokenizer, model_config.vocab_size, model_config.eos_token_ids)
         if model_config.architecture == WHISPER:
             processor.grammars = RulesOrGrammars(processor.grammars)
+    attach_processors(engine, executor)
     _read_items(processor.prompts, config, model_config, engine.capacity.dtype, read_images)
     if config.enable_lora:
         processor.adapters = Adapters(config, model_config)

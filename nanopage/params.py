@@ -2,18 +2,19 @@
 and meanings are vLLM's, except where docs/vllm.md says otherwise."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Annotated
 
 from nanopage.checks.options import Count, Flag, Int64, Share, check_fields, integer, number
-from nanopage.checks.sampling import LISTS, check_lists, check_logit_bias, check_pairs, list_of
+from nanopage.checks.sampling import LISTS, check_lists, check_logit_bias, check_pairs, check_processors, list_of
 from nanopage.checks.vllm_options import BEAM_SEARCH, POOLING, SAMPLING, STRUCTURED_OUTPUTS, accepts_options
 from nanopage.files.model_files import shown
 
 LONGEST_MATCH = 32  # tokens, which DRY compares with earlier ones
 MAX_LOGPROBS = 20  # vLLM's default `max_logprobs`: bounds the top-k that SamplingParams can ask for
-NO_SCALARS = (*LISTS, "logit_bias", "structured_outputs", "output_kind")
+NO_SCALARS = (*LISTS, "logit_bias", "logits_processors", "structured_outputs", "output_kind")
 
 # What a model's generation_config.json may recommend. Only nanopage reads frequency_penalty and DRY there.
 RECOMMENDED = (
@@ -115,6 +116,8 @@ class SamplingParams:
         dry_sequence_breakers: texts that no repetition reaches across, at most 16. Each token that contains such a text
             is a breaker. If no token contains it, its last token is. None: line break, colon, double quote, asterisk.
         logit_bias: token id -> number in [-100, 100] added to its logit.
+        logits_processors: functions (output ids, logits) -> logits, or (prompt ids, output ids, logits) -> logits, of
+            one row of logits [vocab_size]. They run before everything else, in this process: not with several workers.
         allowed_token_ids: only these ids can be sampled.
         bad_words: strings whose token sequences cannot be completed: the sequences at the beginning of a text, after a
             space and after a line break. A string that begins with white space stands only for itself. Elsewhere, a
@@ -169,6 +172,7 @@ class SamplingParams:
     dry_allowed_length: Annotated[int, integer(1, LONGEST_MATCH)] = 2
     dry_sequence_breakers: list[str] | None = None
     logit_bias: dict[int, float] | None = None
+    logits_processors: list[Callable] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: Flag = False
@@ -183,6 +187,7 @@ class SamplingParams:
         check_fields(self, but=NO_SCALARS)
         check_lists(self)
         check_logit_bias(self)
+        check_processors(self)
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             kind = type(self.structured_outputs).__name__
             raise TypeError(f"structured_outputs must be StructuredOutputsParams, not {kind}")

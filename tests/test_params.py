@@ -68,6 +68,7 @@ PASS = cases(
         (["logit_bias"], LOGIT_BIAS[0]),
         (["output_kind"], RequestOutputKind),
         (["structured_outputs"], [None, StructuredOutputsParams(regex="a")]),
+        (["logits_processors"], [None, [], [max, min]]),
     ]
 )
 OUT_OF_RANGE = cases(
@@ -90,6 +91,7 @@ WRONG_TYPE = cases(
         *(([field], bad) for field, (_, bad) in LISTS.items()),
         (["logit_bias"], LOGIT_BIAS[2]),
         (["output_kind"], [None, True, 0, 2, "FINAL_ONLY", RequestOutputKind]),
+        (["logits_processors"], [0, "a", len, [1], [None], {1: len}, (len,)]),
         (["structured_outputs"], [{}, {"regex": "a"}, "a", False, StructuredOutputsParams]),
     ]
 )
@@ -100,7 +102,7 @@ WRONG_TYPE = cases(
     [
         (PASS, set()),
         (WRONG_TYPE, set()),
-        (OUT_OF_RANGE, {*FLAGS, "stop_token_ids", "output_kind", "structured_outputs"}),
+        (OUT_OF_RANGE, {*FLAGS, "stop_token_ids", "output_kind", "structured_outputs", "logits_processors"}),
     ],
 )
 def test_the_tables_have_every_field(table, exempt):

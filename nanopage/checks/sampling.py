@@ -52,6 +52,12 @@ def check_logit_bias(params: Any) -> None:
         params.logit_bias = dict(params.logit_bias)
 
 
+def check_processors(params: Any) -> None:
+    given = params.logits_processors
+    if not isinstance(given, list | None) or not all(map(callable, given or ())):
+        raise TypeError(f"logits_processors must be a list of functions, not {shown(given)}")
+
+
 def check_pairs(params: Any) -> None:
     """Refuse parameters that are valid alone, but not together."""
     if params.best_of is not None and params.best_of < params.n:

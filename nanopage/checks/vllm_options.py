@@ -48,7 +48,6 @@ DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 
 SAMPLING: Neutral = {
     "guided_decoding": ((None,), "its name is structured_outputs"),
-    "logits_processors": ((None, []), "logits are changed by the parameters alone"),
     "spaces_between_special_tokens": ((True,), "the text has the spaces that the tokenizer decodes"),
     "truncate_prompt_tokens": ((None,), "prompts are never shortened"),
     "flat_logprobs": ((False,), "logprobs are a list of dicts"),

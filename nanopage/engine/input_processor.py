@@ -54,7 +54,7 @@ class InputProcessor:
     """Makes an engine's requests.
 
     grammars, adapters, pooling: what build.py attaches to an engine that has structured output, adapters, or a model
-        that makes vectors instead of text. make_search: makes the requests of beam searches.
+        that makes vectors instead of text. make_search, add_processors: for beam searches and logits processors.
 
     Args:
         path: the model's, for messages.
@@ -78,6 +78,7 @@ class InputProcessor:
         self.adapters: Adapters | None = None
         self.pooling: Pooling | None = None
         self.make_search: Callable[..., Request] | None = None
+        self.add_processors: Callable[[Request], Request] = lambda request: request
         self.seq_ids = itertools.count()
         self._seeds = random.Random(config.seed)
 
@@ -111,7 +112,7 @@ class InputProcessor:
                 f"max_model_len={self.max_model_len}"
             )
         if isinstance(params, SamplingParams):
-            return self._sampling_request(request_id, read, params, priority, adapter)
+            return self.add_processors(self._sampling_request(request_id, read, params, priority, adapter))
         assert self.make_search is not None
         return self.make_search(self, request_id, read, params, priority, adapter)
 

@@ -49,7 +49,6 @@ OTHER = {  # of each neutral option, a value that would change something
     "disable_log_stats": "yes",
     "structured_outputs": {"json": {}},
     "guided_decoding": {"json": {}},
-    "logits_processors": [print],
     "truncate_prompt_tokens": 5,
     "logprob_token_ids": [5],
     "extra_args": {"x": 1},
