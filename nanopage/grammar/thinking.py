@@ -45,16 +45,19 @@ class ReasoningTokens:
         """(whether a prompt ends within the reasoning, whether an output may begin it)
 
         Args:
-            reasoning: the first of the two. None: the end of the prompt shows it.
+            reasoning: the first of the two, if the template of the prompt knows reasoning. None: the prompt shows it.
             budget: as in `MaskAfterReasoning`.
 
-        Raises: ValueError for a budget of a model that does not think.
+        Raises: ValueError for a budget of a model that does not think, or cannot write `</think>`.
         """
-        mark = last_mark(self.tokenizer, prompt, NUM_TAIL) if self.thinks else None
+        thinks = self.thinks or reasoning is not None
+        mark = last_mark(self.tokenizer, prompt, NUM_TAIL) if thinks else None
         begun = mark == THINK if reasoning is None else reasoning
-        if budget is not None and not (begun or self.thinks):
+        if budget is not None and not thinks:
             raise ValueError("thinking_token_budget: the model does not think: its chat template has no <think>")
-        return begun, self.thinks and mark != END_THINK
+        if budget is not None and END_MARK not in b"".join(map(self.tokenizer.token_bytes, self.end)):
+            raise ValueError("thinking_token_budget: the tokenizer has no tokens for </think>")
+        return begun, thinks and mark != END_THINK
 
 
 @dataclass(frozen=True)

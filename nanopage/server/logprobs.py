@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from nanopage.outputs import Logprob
 from nanopage.text.tokenizer import Tokenizer
@@ -95,13 +94,14 @@ def completion_logprobs(
 
 def prompt_logprobs(token_ids: Sequence[int], tables: Sequence[Table | None], num_top: int) -> list[dict | None]:
     """vLLM's form for prompts: the `num_top` likeliest tokens and the prompt's own, by their ids. The first is None."""
+
+    def entry(logprob: Logprob) -> dict:
+        return {"logprob": _value(logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token}
+
     return [
         None
         if table is None
-        else {
-            str(top): asdict(table[top]) | {"logprob": _value(table[top])}
-            for top in dict.fromkeys([token_id, *_likeliest(table, num_top)])
-        }
+        else {str(top): entry(table[top]) for top in dict.fromkeys([token_id, *_likeliest(table, num_top)])}
         for token_id, table in zip(token_ids, tables, strict=True)
     ]
 
