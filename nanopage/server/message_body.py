@@ -26,7 +26,8 @@ KNOWN = {  # where an object is -> the fields that are read there (see fields.py
 }
 OF_CHATS = (  # fields whose defaults ask for nothing
     *("n", "best_of", "logprobs", "top_logprobs", "stream_options", "max_completion_tokens", "add_generation_prompt"),
-    *("continue_final_message", "enable_thinking", "reasoning_effort", "reasoning"),
+    *("continue_final_message", "enable_thinking", "reasoning_effort", "reasoning", "truncate_prompt_tokens"),
+    *("prompt_logprobs", "use_beam_search", "length_penalty", "return_token_ids", "return_tokens_as_token_ids"),
 )
 KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}  # what Claude Code sends
 OF_TEMPLATES = {"enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}  # names of a chat, and here

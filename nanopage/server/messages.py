@@ -23,6 +23,7 @@ from nanopage.text.reasoning import knows_reasoning
 
 SIGNATURE = "unsigned"  # many clients leave out thinking without a signature when they send a reply back
 NAMES = (  # of a chat, and of a message
+    (r"\bthinking_token_budget\b", "thinking.budget_tokens"),
     (r"\b(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
     (r"\b(tools\[\d+\]|tool_choice)\.function\b", r"\1"),
     (r"tool_choice='required'", "tool_choice.type='any'"),
@@ -68,7 +69,8 @@ class Messages:
         fields["max_tokens"] = body.max_tokens or 1
         if self.conversation.goes_on:
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        self._check_budget()
+        if (budget := self._budget()) is not None:
+            fields["thinking_token_budget"] = budget
         try:
             chat = ChatBody(messages=self.conversation.messages, **fields)
             self.chat = Chat(llm, chat, model, adapter, options)
@@ -79,8 +81,9 @@ class Messages:
 
     def _form(self) -> dict[str, Any]:
         """The form of the text, as a chat's. Raises: ApiError."""
-        if self.body.stop is not None:
-            raise unsupported("stop", "use stop_sequences")
+        for name, instead in (("stop", "stop_sequences"), ("thinking_token_budget", "thinking.budget_tokens")):
+            if getattr(self.body, name) is not None:
+                raise unsupported(name, f"use {instead}")
         form = self.body.output_config.format
         if form is None:
             return {}
@@ -100,19 +103,16 @@ class Messages:
         tools, choice = chat_tools(self.body.tools), chat_tool_choice(self.body.tool_choice)
         return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": parallel}
 
-    def _check_budget(self) -> None:
-        """Raises: ApiError for a budget that could end the reasoning."""
+    def _budget(self) -> int | None:
+        """How many tokens a model that thinks may think. Raises: ApiError."""
         thinking, tokenizer = self.body.thinking, self.llm.engine.tokenizer
         if thinking is None or thinking.type != "enabled":
-            return
+            return None
         budget, place = thinking.budget_tokens, "thinking.budget_tokens"
         if budget is None or budget < 1:
             raise ApiError(400, f"{place} must be at least 1 if thinking is enabled", param=place)
-        # The engine has no budget yet. Once it has one, this becomes a field of ChatBody: thinking_token_budget.
-        limit = min(self.body.max_tokens, self.llm.engine.max_model_len - 1)
-        if budget < limit and tokenizer is not None and knows_reasoning(tokenizer.template_for(bool(self.body.tools))):
-            why = "reasoning has no limit of its own: use the type 'adaptive', or a budget of at least max_tokens"
-            raise unsupported(place, why)
+        thinks = tokenizer is not None and knows_reasoning(tokenizer.template_for(bool(self.body.tools)))
+        return budget if thinks and budget < self.body.max_tokens else None
 
     @property
     def prompts(self) -> list[str]:
