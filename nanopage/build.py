@@ -29,6 +29,7 @@ from nanopage.grammar.structured import Grammars
 from nanopage.items.audio import read_audio
 from nanopage.items.embeds import read_embeds
 from nanopage.items.soft_prompts import SoftPrompts, with_prompt_adapters
+from nanopage.items.text import make_text_reader
 from nanopage.pooling.files import check_pooling, choose_pooling
 from nanopage.pooling.offline import classify, embed, encode, score
 from nanopage.pooling.requests import ByLength, PoolingRequests
@@ -70,6 +71,7 @@ def build_engine(
     checkpoint = loader.open_checkpoint(path)
     config, model_config, tokenizer = _read_model(config, _read_config(config, checkpoint), checkpoint, path)
     read_images = make_image_reader(config, model_config, path, tokenizer)
+    read_text = make_text_reader(model_config, path)
     executor: Executor
     if config.is_distributed:
         start_links = _start_actors if config.distributed_executor_backend == "ray" else start_processes
@@ -95,6 +97,8 @@ def build_engine(
             processor.grammars = RulesOrGrammars(processor.grammars)
     attach_processors(engine, executor)
     _read_items(processor.prompts, config, model_config, engine.capacity.dtype, read_images)
+    if read_text is not None:
+        processor.prompts = read_text(processor.prompts)
     if config.enable_lora:
         processor.adapters = Adapters(config, model_config)
     if model_config.pooling is not None:
@@ -111,7 +115,7 @@ def _read_items(
         readers["prompt_embeds"] = partial(read_embeds, *rows)
     if config.enable_prompt_adapter:
         readers["prompt_adapter_request"] = SoftPrompts(*rows).read
-    if model_config.encoded_positions:
+    if model_config.architecture == WHISPER:
         prompts.needed = "multi_modal_data"
         readers["multi_modal_data"] = partial(read_audio, model_config)
     if read_images is not None:

@@ -11,8 +11,8 @@ Prompt = str | list[int] | dict
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids", and optionally "cache_salt" (vLLM's forms).
 
 If a dict has both, the token ids are used, and the text is only returned as `RequestOutput.prompt`. A dict may also
-have a field of `ITEM_FIELDS` (text/prompts.py). The prompt of a conversation also has "reasoning": whether the prompt
-ends within the model's reasoning; None if the model does not think."""
+have a field of `ITEM_FIELDS` (text/prompts.py). {"encoder_prompt": ..., "decoder_prompt": ...} is in items/text.py. The
+prompt of a conversation also has "reasoning": whether it ends within the model's reasoning; None: it does not think."""
 
 AnyParams = SamplingParams | BeamSearchParams | PoolingParams
 

@@ -92,6 +92,7 @@ class RequestOutput:
     `prompt_logprobs[0]` is None: the first token has nothing before it. `error` says why a request could not be
     completed; completions that had not ended by then have the finish_reason "error". `sequences` are the
     completions of `LLM.beam_search` as vLLM returns them; None for other requests, and if the search was interrupted.
+    `encoder_prompt` and its token ids are what the encoder of an encoder-decoder model has read; None for other models.
     `pooled` is the vector that a request with PoolingParams makes, float32 [size]; such a request has no `outputs`.
     """
 
@@ -106,6 +107,8 @@ class RequestOutput:
     error: str | None = None
     sequences: list[BeamSearchSequence] | None = None
     pooled: np.ndarray | None = None
+    encoder_prompt: str | None = None
+    encoder_prompt_token_ids: list[int] | None = None
 
     def supersede(self, unread: "RequestOutput") -> None:
         """Replace the previous output, which nobody has read: put its deltas before the deltas of this output."""

@@ -72,7 +72,7 @@ class Item:
     length    how many tokens of the prompt it takes the place of. 0: of none; an encoder-decoder model attends to it
     hash      of kind and payload, 32 bytes
     payload   what an encoder reads
-    cost      how much of its encoder's budget for a step it takes, in tokens
+    cost      how much of its encoder's budget for a step it takes, in tokens. With length 0: the positions to attend to
     whole     whether its tokens see each other, so that no chunk of a prompt may cut it
     """
 

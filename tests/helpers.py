@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedModel,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -212,6 +213,36 @@ def tiny_whisper(seed: int = 0, **config_overrides) -> PreTrainedModel:
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:
                     parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3)
+    return model.eval()
+
+
+def tiny_bart(family: str = "bart", seed: int = 0, **config_overrides) -> PreTrainedModel:
+    """A transformers model of `family`, as BART is, with random weights, biases and norms. Args: as of
+    `tiny_hf_model`."""
+    fields = {
+        "vocab_size": VOCAB_SIZE,
+        "d_model": 64,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 96,
+        "decoder_layers": 3,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 80,
+        "max_position_embeddings": 60,
+        "init_std": 0.3,  # large: the default leaves the logits flat
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": EOS,
+        "decoder_start_token_id": EOS,
+        "forced_eos_token_id": None,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(family, **fields | config_overrides))
+        with torch.no_grad():
+            for name, tensor in [*model.named_parameters(), ("final_logits_bias", model.final_logits_bias)]:
+                if tensor.dim() == 1 or name == "final_logits_bias":
+                    tensor.normal_(1.0 if name.endswith(("norm.weight", "norm_embedding.weight")) else 0.0, 0.3)
     return model.eval()
 
 

@@ -112,4 +112,4 @@ def make_request(
     ]
     group = SequenceGroup(request_id, seqs, priority, beams, False, adapter, prompt.items, prompt.keys)
     fill = partial(beams.add_outputs, group, params, processor.tokenizer)
-    return Request(group, params, prompt.text, prompt.token_ids, [], fill)
+    return Request(group, params, prompt.text, prompt.token_ids, [], fill, encoder=prompt.encoder)

@@ -13,7 +13,7 @@ from nanopage.files.safetensors_checkpoint import MAX_FUSED_EXPERTS
 
 GENERATE = "transformers' own generate() may run the model"
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")  # layers/mlp.py
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")  # layers/mlp.py
 
 # The largest accepted sizes, by their names in config.json: several times the sizes of any known model. The loader can
 # still build a model of these sizes without allocating its weights, to compare it with its files.
@@ -248,6 +248,12 @@ class Fields:
         if self.values.get("pad_token_id") != -1:  # how old Llama checkpoints say that there is none
             self._token_ids("pad_token_id", vocab_size)
         return self._token_ids("eos_token_id", vocab_size)
+
+    def token_id(self, name: str, vocab_size: int) -> int | None:
+        ids = self._token_ids(name, vocab_size)
+        if len(ids) > 1:
+            raise self.error(name, f"must be one token id, got {shown(self.values[name])}")
+        return next(iter(ids), None)
 
     def _token_ids(self, name: str, vocab_size: int) -> frozenset[int]:
         value = self.values.get(name)

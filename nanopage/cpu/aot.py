@@ -130,8 +130,8 @@ class Compiled:
 
     def run(self, batch: Batch) -> Output:
         input_ids, step = prepare(batch, self.table, self.kv_cache)
-        if num_positions := self.config.encoded_positions:
-            step.attentions = [attention_to_encoded(attention, num_positions) for attention in step.attentions]
+        if self.config.encoded_positions:
+            step.attentions = [attention_to_encoded(attention) for attention in step.attentions]
         if self.head is not None and self._is_one_decode(batch):
             return self._decode_one(batch, input_ids, step, self.head)
         return run_model(self._forward, batch, input_ids, step, self.table, self.head or head_of(self.model))
@@ -284,10 +284,10 @@ class Compiled:
         return CompiledLayers(chain, layers, prompts, modules, heads, self.spec["threads"])
 
     def _make_head(self, chain: Chain, libraries: dict[tuple[str, str], Library]) -> CompiledHead | None:
-        """The compiled head. None if the head has no tiles, because oneDNN chose another layout for it, or if the model
-        is not the last pipeline stage."""
+        """The compiled head. None if the head has no tiles, because oneDNN chose another layout for it, if it has a
+        bias, or if the model is not the last pipeline stage."""
         head: Any = self.model.lm_head
-        if head is None or head.weight.tiles is None:
+        if head is None or head.bias is not None or head.weight.tiles is None:
             return None
         tensors = [*tensors_of(self.model.norm).values(), head.weight.tiles]
         if (scales := getattr(head.weight, "scales", None)) is not None:
@@ -339,14 +339,14 @@ def has_mixer(config: ModelConfig, index: int) -> bool:
     return config.sliding_windows[index] == STATE and not config.encoded_positions
 
 
-def attention_to_encoded(attention: Any, num_positions: int) -> Any:
+def attention_to_encoded(attention: Any) -> Any:
     """The attention of layers that see all positions of an encoder, in place of StatePages: one that compiled code
     knows. Other attention is returned as it is."""
     if isinstance(attention, GroupedAttention):
         return attention
-    counts = torch.from_numpy(attention.counts)
+    counts, encoded = torch.from_numpy(attention.counts), torch.from_numpy(attention.encoded)
     blocks = attention.targets.repeat_interleave(counts)  # in place of slots: nothing is written
-    return GroupedAttention(blocks, attention.targets[:, None], counts, torch.full_like(counts, num_positions))
+    return GroupedAttention(blocks, attention.targets[:, None], counts, encoded)
 
 
 def parts_of(config: ModelConfig, index: int) -> list[str]:

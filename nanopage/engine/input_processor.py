@@ -154,7 +154,7 @@ class InputProcessor:
             options = stop_strings, params.skip_special_tokens, params.include_stop_str_in_output, searched
             detokenizers = [IncrementalDetokenizer(self.tokenizer, token_ids, *options) for _ in seqs]
         completions = [Completion(seq, detokenizer) for seq, detokenizer in zip(seqs, detokenizers, strict=True)]
-        return Request(group, params, prompt.text, token_ids, completions)
+        return Request(group, params, prompt.text, token_ids, completions, encoder=prompt.encoder)
 
     def _check_adapter(self, request: LoRARequest | None) -> Adapter | None:
         if request is None:

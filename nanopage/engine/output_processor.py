@@ -48,6 +48,7 @@ class Request:
     completions: list[Completion]
     fill: Callable[[RequestOutput], None] | None = None  # adds what does not come from a completion
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    encoder: tuple[str | None, list[int] | None] = (None, None)  # see TokenizedPrompt
 
     @property
     def streams(self) -> bool:
@@ -252,6 +253,8 @@ class OutputProcessor:
             group.num_cached_tokens,
             request.prompt_logprobs,
             group.error,
+            encoder_prompt=request.encoder[0],
+            encoder_prompt_token_ids=request.encoder[1],
         )
 
     def _completion(self, index: int, completion: Completion) -> CompletionOutput:

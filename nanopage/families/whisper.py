@@ -170,7 +170,7 @@ class CrossAttention(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         size, self.index, self.scoring = config.hidden_size, index, PLAIN
-        self.rope, self.head_dim, self.num_positions = 0, config.head_dim, config.encoded_positions
+        self.rope, self.head_dim = 0, config.head_dim
         self.q_proj = Linear(size, size, bias=True)
         self.kv_proj = Linear(size, {"k_proj": size, "v_proj": size})
         self.v_bias = nn.Parameter(torch.empty(size))
@@ -191,9 +191,9 @@ class CrossAttention(nn.Module):
         exact = torch.promote_types(q.dtype, torch.float32)
         queries = (q.to(exact) * self.head_dim**-0.5).transpose(0, 1).split(pages.counts.tolist(), dim=1)
         attended = []
-        for block, of_one in zip(pages.targets.tolist(), queries, strict=True):
-            weights = (of_one @ k[block, :, :, : self.num_positions].to(exact)).softmax(-1)
-            attended.append(weights @ v[block, :, : self.num_positions].to(exact))
+        for block, count, of_one in zip(pages.targets.tolist(), pages.encoded.tolist(), queries, strict=True):
+            weights = (of_one @ k[block, :, :, :count].to(exact)).softmax(-1)
+            attended.append(weights @ v[block, :, :count].to(exact))
         return torch.cat(attended, dim=1).transpose(0, 1).to(q.dtype)
 
 
@@ -218,7 +218,7 @@ class AudioEncoder(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each after a norm. Shape: [POSITIONS, hidden_size] -> same."""
+    """Attention and a feed-forward layer, each after a norm. Shape: [positions, hidden_size] -> same."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -233,17 +233,26 @@ class EncoderLayer(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.self_attn_layer_norm(x))
+        return clamped(x + self.feed(self.final_layer_norm(x)))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Attention in which every position sees all others."""
         attention: Any = self.self_attn
-        q, k, v = attention.qkv_proj(self.self_attn_layer_norm(x)).chunk(3, dim=-1)
+        q, k, v = attention.qkv_proj(x).chunk(3, dim=-1)
         heads = (part.unflatten(-1, (self.num_heads, -1)) for part in (q + attention.q_bias, k, v + attention.v_bias))
         # In a batch of one, because fast attention needs that dimension.
         attended = F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in heads))[0]
-        x = x + attention.o_proj(attended.transpose(0, 1).flatten(1))
-        x = x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
-        if x.dtype == torch.float16:  # as transformers does
-            most = torch.finfo(x.dtype).max - 1000
-            x = x.clamp(-most, most)
-        return x
+        return attention.o_proj(attended.transpose(0, 1).flatten(1))
+
+    def feed(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+def clamped(x: Tensor) -> Tensor:
+    """x without infinity in float16, as transformers computes it."""
+    most = torch.finfo(x.dtype).max - 1000
+    return x.clamp(-most, most) if x.dtype == torch.float16 else x
 
 
 def feed_forward(config: ModelConfig, size: int) -> tuple[Linear, Linear, nn.LayerNorm]:

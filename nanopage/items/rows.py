@@ -46,19 +46,24 @@ class ItemRows:
         self.axes: Axes | None = None
         self.embeds = True
         self.left: dict[int, list[Item]] = {}  # row of the sequence table -> its items that steps have not passed
+        self.encoded: dict[int, int] = {}  # row -> how many positions of an encoder the decoder attends to
         self.outputs: OrderedDict[bytes, Tensor] = OrderedDict()  # by hash, the least recently used first
 
     def update(self, batch: Batch) -> None:
         """Learn the items of new sequences, and forget those that lie before this step."""
         for new in batch.new:
-            self.left[new.row] = new.items
+            self.left[new.row], self.encoded[new.row] = new.items, sum(item.cost for item in new.items)
         for fork in batch.forks:  # the parent has computed the prompt
-            self.left[fork.row] = []
+            self.left[fork.row], self.encoded[fork.row] = [], self.encoded[fork.parent]
         if self.axes is not None:
             self.axes.update(batch)
         for row, start in zip(batch.rows, batch.starts, strict=True):
             if items := self.left.get(row):
                 self.left[row] = [item for item in items if item.position + max(item.length, 1) > start]
+
+    def encoded_of(self, rows: list[int]) -> np.ndarray:
+        """How many positions of an encoder each of B rows attends to: int64 [B]."""
+        return np.array([self.encoded[row] for row in rows])
 
     def reaches(self, batch: Batch) -> bool:
         """Whether a token of the batch belongs to an item."""

@@ -79,7 +79,7 @@ def config_from_dict(
     pooling = None
     if name.endswith("ForSequenceClassification"):
         pooling = read_classifier(fields.values, source, fields.num_labels())
-    elif name.endswith("Model"):
+    elif name.endswith("Model") and "encoded_positions" not in special:  # MarianMTModel makes text
         pooling = PoolingConfig()
     if pooling is not None and "type_vocab_size" in special:  # an encoder
         pooling = replace(pooling, pooling_type="CLS")

@@ -36,6 +36,9 @@ class Completions:
         for name in ("echo", "truncate_prompt_tokens"):
             if getattr(body, name) and body.suffix is not None:
                 raise ApiError(400, f"{name} and suffix exclude each other", param="suffix")
+            if getattr(body, name) and llm.engine.model_config.encoded_positions:
+                message = f"{name}: the output of an encoder-decoder model does not go on from a prompt"
+                raise ApiError(400, message, param=name)
         self.llm, self.body, self.model, self.adapter = llm, body, model, adapter
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.prompts = self._read_prompts()

@@ -88,8 +88,8 @@ def _refused_by_encoder(config: EngineConfig, path: Path) -> Iterator[str]:
     if config.pipeline_parallel_size > 1:
         yield f"pipeline_parallel_size={config.pipeline_parallel_size} does not work with the encoder of {path}"
     for name in config.given("enable_prompt_embeds", "enable_prompt_adapter"):
-        yield f"{name} does not work with {path}: its prompts have sound, which no embedding replaces"
+        yield f"{name} does not work with {path}: an encoder reads its prompts"
     if config.speculation is not None and config.speculation.method == "draft_model":
-        yield f"speculative_config: method='draft_model' does not work with {path}: a draft model does not hear"
+        yield f"speculative_config: method='draft_model' does not work with {path}: a draft model has no encoder"
     if config.kv_cache_dtype != "auto":
         yield f"kv_cache_dtype={config.kv_cache_dtype!r} does not work with the encoder of {path}"

@@ -17,6 +17,7 @@ MAX_SALT = 1024  # characters
 ITEM_FIELDS = {  # of a prompt, and why they are refused if nothing reads them
     "prompt_embeds": "needs enable_prompt_embeds=True",
     "multi_modal_data": "is not supported by this model, whose prompts are text",
+    "encoder_prompt": "is not supported by this model, which has no encoder that reads text",
     "prompt_adapter_request": "needs enable_prompt_adapter=True",
 }
 
@@ -34,6 +35,7 @@ class TokenizedPrompt:
     reasoning: see `Prompt`.
     items: by their positions.
     keys: what the prefix cache compares in place of `token_ids` (see `keys_of`). Empty without items.
+    encoder: the text and the token ids that an encoder reads (items/text.py).
     """
 
     text: str | None
@@ -42,6 +44,7 @@ class TokenizedPrompt:
     reasoning: bool | None = None
     items: list[Item] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)
+    encoder: tuple[str | None, list[int] | None] = (None, None)
 
 
 def keys_of(token_ids: list[int], items: list[Item]) -> list[int]:
@@ -63,6 +66,7 @@ class PromptReader:
         vocab_size: every token id is less.
         max_model_len: the most tokens that a sequence may have.
 
+    limit: what messages call `max_model_len`.
     needed: the field of a prompt that an encoder-decoder model reads. Such a model gets text as it is, without the
         special tokens that its tokenizer would add. None: there is no such field.
     item_readers: field of a prompt -> what reads it: adds items, and the placeholders of their tokens, to a prompt.
@@ -73,6 +77,7 @@ class PromptReader:
         self.tokenizer, self.path, self.vocab_size, self.max_model_len = tokenizer, path, vocab_size, max_model_len
         self.item_readers: dict[str, Callable[[TokenizedPrompt, Any], None]] = {}
         self.needed: str | None = None
+        self.limit = "max_model_len"
 
     def require_tokenizer(self, what: str, instead: str) -> Tokenizer:
         """The tokenizer. Raises ValueError, saying `what` needs it and what to give `instead`, if there is none."""
@@ -93,7 +98,7 @@ class PromptReader:
         tokenizer = self.require_tokenizer("a prompt of text", "prompt_token_ids")
         if not truncated and len(text) > max(1, tokenizer.max_chars_per_token) * self.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {len(text):,} characters, more than max_model_len={self.max_model_len:,} tokens of "
+                f"the prompt has {len(text):,} characters, more than {self.limit}={self.max_model_len:,} tokens of "
                 f"at most {tokenizer.max_chars_per_token} characters each"
             )
         if (at := find_surrogate(text)) >= 0:

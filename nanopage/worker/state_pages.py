@@ -22,6 +22,7 @@ class StatePages:
     starts    int64 [B], on the CPU  the tokens of each sequence before the step
     counts    int64 [B], on the CPU  the tokens of each sequence
     kept      int64 [B], on the CPU  how many of them the new state is of: all but those of a draft
+    encoded   int64 [B], on the CPU  the positions of an encoder that each sequence attends to. None: without items
     divided   the sequences by their counts (recurrent/sequences.py), once it is known
     """
 
@@ -30,6 +31,7 @@ class StatePages:
     starts: np.ndarray
     counts: np.ndarray
     kept: np.ndarray
+    encoded: np.ndarray | None = None
     divided: Any = None
 
 
@@ -46,7 +48,5 @@ def state_pages(batch: Batch, table: SequenceTable) -> dict[int, StatePages]:
     places = to_device(torch.from_numpy(np.stack([rows, before, after])), table.device)
     begins = to_device(torch.from_numpy(starts == 0), table.device)
     blocks = table.blocks[places[0], places[1:]].long().movedim(2, 0).contiguous()  # [kinds, 2, B], for compiled code
-    return {
-        kind: StatePages(blocks[kind, 0].masked_fill(begins, -1), blocks[kind, 1], starts, counts, kept)
-        for kind in kinds
-    }
+    lengths = starts, counts, kept, None if table.items is None else table.items.encoded_of(batch.rows)
+    return {kind: StatePages(blocks[kind, 0].masked_fill(begins, -1), blocks[kind, 1], *lengths) for kind in kinds}

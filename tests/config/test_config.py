@@ -898,7 +898,7 @@ def test_an_error_says_what_runs_instead(config, instead):
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("activation", ["gelu_new", "relu", "SiLU", None, ["silu"]])
+@pytest.mark.parametrize("activation", ["gelu_new", "relu6", "SiLU", None, ["silu"]])
 def test_another_activation_is_an_error_that_names_it(activation):
     with pytest.raises(ValueError, match="hidden_act") as error:
         config_from_dict(LLAMA | {"hidden_act": activation})

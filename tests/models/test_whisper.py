@@ -55,7 +55,7 @@ class Hearing(Paged):
     def batch(self, num_tokens):
         batch = super().batch(num_tokens)
         for new in batch.new:
-            new.items = [make_item("audio", 0, 0, {"spectrogram": self.spectrograms[new.row]})]
+            new.items = [make_item("audio", 0, 0, {"spectrogram": self.spectrograms[new.row]}, cost=1500)]
         return batch
 
 
