@@ -246,6 +246,40 @@ def tiny_bart(family: str = "bart", seed: int = 0, **config_overrides) -> PreTra
     return model.eval()
 
 
+def tiny_t5(family: str = "t5", seed: int = 0, **config_overrides) -> PreTrainedModel:
+    """A transformers model of `family`, as T5 is, with random weights and norms. With tie_word_embeddings=False, it has
+    a head of its own. Args: as of `tiny_hf_model`."""
+    fields = {
+        "vocab_size": VOCAB_SIZE,
+        "d_model": 64,
+        "d_kv": 12,
+        "d_ff": 96,
+        "num_layers": 2,
+        "num_decoder_layers": 3,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 20,
+        "n_positions": 60,
+        "feed_forward_proj": "relu",
+        "pad_token_id": 0,
+        "eos_token_id": EOS,
+        "decoder_start_token_id": 0,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(family, **fields | config_overrides)
+        model = AutoModelForSeq2SeqLM.from_config(config)
+        if not config_overrides.get("tie_word_embeddings", True):
+            model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB_SIZE, 64))
+        with torch.no_grad():
+            for name, tensor in model.named_parameters():
+                if tensor.dim() == 1:
+                    tensor.normal_(1.0, 0.3)
+                elif not name.startswith(("shared", "lm_head")):  # large: the defaults leave the logits flat
+                    tensor.normal_(0.0, 0.2)
+    return model.eval()
+
+
 def tiny_model(
     directory: Path,
     family: str = "llama",

@@ -36,8 +36,10 @@ class Style(NamedTuple):
     learned: bool
 
 
+HEADLESS = "BartModel"  # bart-base and bart-large: the head is the embeddings, without biases
 STYLES = {
     "BartForConditionalGeneration": Style(norm_first=False, norm_embeds=True, learned=True),
+    HEADLESS: Style(norm_first=False, norm_embeds=True, learned=True),
     "MBartForConditionalGeneration": Style(norm_first=True, norm_embeds=True, learned=True),
     "MarianMTModel": Style(norm_first=False, norm_embeds=False, learned=False),
     "PegasusForConditionalGeneration": Style(norm_first=True, norm_embeds=False, learned=False),
@@ -95,6 +97,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 
 def rename(name: str, config: ModelConfig) -> str | None:
     """As in whisper.py. Biases of K change no result, and sines are computed."""
+    name = f"model.{name}" if config.architecture == HEADLESS else name
     if name.endswith(("k_proj.bias", "coder.version")):
         return None
     if name.endswith("embed_positions.weight") and not STYLES[config.architecture].learned:
@@ -121,14 +124,15 @@ def make_layer(config: ModelConfig, index: int) -> nn.Module:
 
 
 class TextDecoder(Decoder):
-    """A Decoder whose first layer gets normalized embeddings, and whose logits have biases."""
+    """A Decoder with an encoder of text, and with positions and norms of its style."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, [make_layer(config, index) for index in range(config.num_layers)])
         add_positions(self, config)
         self.norm = last_norm(config)  # type: ignore[assignment]
-        head = BiasedHead(config.hidden_size, config.vocab_size)
-        head.weight, self.lm_head = self.lm_head.weight, head
+        if config.architecture != HEADLESS:
+            head = BiasedHead(config.hidden_size, config.vocab_size)
+            head.weight, self.lm_head = self.lm_head.weight, head
         embed_tokens = self.embed_tokens if config.tie_word_embeddings else None
         self.encoders = nn.ModuleDict({"text": TextEncoder(config, embed_tokens)})  # type: ignore[assignment]
 

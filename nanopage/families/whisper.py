@@ -165,21 +165,25 @@ class CrossLayer(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """The projections around the attention over what the encoder has computed."""
+    """The projections around the attention over what the encoder has computed.
 
-    def __init__(self, config: ModelConfig, index: int):
+    Args: bias: whether q, v and the output have biases.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, bias: bool = True):
         super().__init__()
-        size, self.index, self.scoring = config.hidden_size, index, PLAIN
+        size, inner, self.index, self.scoring = config.hidden_size, config.num_heads * config.head_dim, index, PLAIN
         self.rope, self.head_dim = 0, config.head_dim
-        self.q_proj = Linear(size, size, bias=True)
-        self.kv_proj = Linear(size, {"k_proj": size, "v_proj": size})
-        self.v_bias = nn.Parameter(torch.empty(size))
-        self.o_proj = Linear(size, size, bias=True)
+        self.scale = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.q_proj = Linear(size, inner, bias)
+        self.kv_proj = Linear(size, {"k_proj": inner, "v_proj": inner})
+        self.v_bias = nn.Parameter(torch.empty(inner)) if bias else None
+        self.o_proj = Linear(inner, size, bias)
 
     def keys_and_values(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         """encoded [positions, hidden_size] -> K and V, [positions, num_heads, head_dim]"""
         k, v = self.kv_proj(encoded).unflatten(-1, (2, -1, self.head_dim)).unbind(1)
-        return k, v + self.v_bias.view(-1, self.head_dim)
+        return k, v if self.v_bias is None else v + self.v_bias.view(-1, self.head_dim)
 
     def attend(self, q: Tensor, step: StepContext) -> Tensor:
         """q [T, num_heads, head_dim] -> the same, attended to the positions of each token's sequence.
@@ -189,7 +193,7 @@ class CrossAttention(nn.Module):
         pages: Any = step.attention_of(self)
         k, v = views(step.kv_caches[self.index], self.head_dim)
         exact = torch.promote_types(q.dtype, torch.float32)
-        queries = (q.to(exact) * self.head_dim**-0.5).transpose(0, 1).split(pages.counts.tolist(), dim=1)
+        queries = (q.to(exact) * self.scale).transpose(0, 1).split(pages.counts.tolist(), dim=1)
         attended = []
         for block, count, of_one in zip(pages.targets.tolist(), pages.encoded.tolist(), queries, strict=True):
             weights = (of_one @ k[block, :, :, :count].to(exact)).softmax(-1)

@@ -14,6 +14,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.inputs import Prompt
 from nanopage.items.items import make_item
+from nanopage.models.meta import family_of
 from nanopage.text.prompts import PromptReader, PromptTooLongError, TokenizedPrompt
 
 logger = logging.getLogger("nanopage")
@@ -22,6 +23,7 @@ logger = logging.getLogger("nanopage")
 UNUSED: dict[str, tuple] = {
     "num_beams": (None, 1),
     "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
     "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
     "encoder_repetition_penalty": (None, 1.0),
@@ -29,6 +31,8 @@ UNUSED: dict[str, tuple] = {
     "bad_words_ids": (None, []),
     "suppress_tokens": (None, []),
     "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None, {}, []),
+    "exponential_decay_length_penalty": (None,),
 }
 
 
@@ -41,14 +45,14 @@ class EncoderDecoderPrompts(PromptReader):
     an output whose prompt is the start alone.
 
     Args:
-        most: the most tokens that the encoder reads.
+        most, limit: the most tokens that the encoder reads, and the field of config.json that says so.
         start, forced: the two tokens. None: the model's files do not name it.
         decoder: reads the decoder's prompt.
     """
 
-    def __init__(self, most: int, start: int | None, forced: int | None, decoder: PromptReader):
+    def __init__(self, most: int, limit: str, start: int | None, forced: int | None, decoder: PromptReader):
         super().__init__(decoder.tokenizer, decoder.path, decoder.vocab_size, most)
-        self.limit, self.decoder, self.start, self.forced = "max_position_embeddings", decoder, start, forced
+        self.limit, self.decoder, self.start, self.forced = limit, decoder, start, forced
         decoder.item_readers["encoder_prompt"] = add_encoder_prompt
 
     def read(self, prompt: Prompt) -> TokenizedPrompt:
@@ -76,7 +80,8 @@ class EncoderDecoderPrompts(PromptReader):
         if isinstance(given, str | list):
             fields = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
         text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        if given is not None and not isinstance(text if token_ids is None else token_ids, str | list):
+        known = isinstance(text if token_ids is None else token_ids, str | list) and "encoder_prompt" not in fields
+        if given is not None and not known:
             raise TypeError(f"decoder_prompt must be a string, token ids or a dict of them, not {shown(given)}")
         if text is not None and token_ids is None:
             token_ids = [*self._begin([]), *self.decoder.encode(text, add_special_tokens=False)]
@@ -117,4 +122,5 @@ def make_text_reader(config: ModelConfig, path: Path) -> Callable[[PromptReader]
     starts = [each.token_id("decoder_start_token_id", config.vocab_size) for each in (fields, of_model)]
     start = starts[1] if starts[0] is None else starts[0]
     forced = fields.token_id("forced_bos_token_id", config.vocab_size)
-    return partial(EncoderDecoderPrompts, config.encoded_positions, start, forced)
+    limit = getattr(family_of(config), "LIMIT", "max_position_embeddings")
+    return partial(EncoderDecoderPrompts, config.encoded_positions, limit, start, forced)

@@ -51,7 +51,7 @@ def usage(outputs: Iterable[RequestOutput], copies: int = 1, num_dropped: int = 
         num_dropped: output tokens of each completion that the client did not ask for.
     """
     outputs = list(outputs)
-    num_prompt = sum(len(output.prompt_token_ids + (output.encoder_prompt_token_ids or [])) for output in outputs)
+    num_prompt = sum(len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids or ()) for output in outputs)
     num_output = sum(len(c.token_ids) - num_dropped for output in outputs for c in output.outputs) * copies
     return {
         "prompt_tokens": num_prompt,

@@ -25,6 +25,10 @@ def refused(
         yield "quantization='fp8' works on a GPU only, but this engine runs on a CPU: use 'int8'"
     if on_gpu and model_config.latent is not None:
         yield f"{path} has latent attention, which does not run on a GPU yet: use device='cpu'"
+    if "buckets" in model_config.mixer and on_gpu:  # of T5
+        yield f"{path} has attention with a bias for each distance, which does not run on a GPU yet: use device='cpu'"
+    if "buckets" in model_config.mixer and dtype == torch.float16:
+        yield f"dtype='float16' does not work with {path}, whose hidden states exceed its range: use 'bfloat16'"
     if config.kv_cache_dtype != "auto" and model_config.latent is not None:
         yield f"{cache} does not work with latent attention, and {path} has it"
     if has_experts and on_gpu and config.quantize_to:
@@ -72,7 +76,7 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
     if model_config.state and config.enable_lora:
         yield f"enable_lora does not work here: {path} has layers with a state"
     if model_config.encoded_positions:
-        yield from _refused_by_encoder(config, path)
+        yield from _refused_by_encoder(config, model_config, path)
     if model_config.mixer.get("input_size"):  # of Gemma 4: inputs of layers
         for name in config.given("enable_prompt_embeds", "enable_prompt_adapter"):
             yield f"{name} does not work with {path}: each of its layers looks up the tokens"
@@ -83,8 +87,10 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield f"enable_expert_parallel=True, but {path} has no experts"
 
 
-def _refused_by_encoder(config: EngineConfig, path: Path) -> Iterator[str]:
+def _refused_by_encoder(config: EngineConfig, model_config: ModelConfig, path: Path) -> Iterator[str]:
     """What does not fit a model whose decoder attends to what an encoder has read."""
+    if model_config.pooling is not None:
+        yield f"runner='pooling' does not work with {path}: its decoder writes text, and nothing makes embeddings of it"
     if config.pipeline_parallel_size > 1:
         yield f"pipeline_parallel_size={config.pipeline_parallel_size} does not work with the encoder of {path}"
     for name in config.given("enable_prompt_embeds", "enable_prompt_adapter"):

@@ -105,6 +105,8 @@ def why_eager(setup: Setup, model: Decoder) -> str | None:
         return f"eagerly: {str(setup.dtype).removeprefix('torch.')} is not compiled on this CPU"
     if any(hasattr(module, "sinks") for module in model.modules()):
         return "eagerly: attention with sinks is not compiled"
+    if any(hasattr(module, "distances") for module in model.modules()):  # of T5
+        return "eagerly: attention with a bias for each distance is not compiled"
     experts_apart = not any(isinstance(module, TiledExperts) for module in model.modules())
     if setup.model_config.experts is not None and experts_apart:
         adapters = " with adapters" if setup.config.enable_lora else ""

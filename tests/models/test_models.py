@@ -633,8 +633,8 @@ def test_a_family_is_a_file():
     tested = {type(tiny_hf_model(name)).__name__ for name, _ in CASES.values()}
     tested |= {f"{name}ForConditionalGeneration" for name in ("Qwen3_5", "Qwen3_5Moe", "Gemma4", "Gemma3n")}  # below
     tested.add("WhisperForConditionalGeneration")  # test_whisper.py
-    tested |= {f"{name}ForConditionalGeneration" for name in ("Bart", "MBart", "Pegasus")}  # test_bart.py
-    tested.add("MarianMTModel")
+    tested |= {f"{name}ForConditionalGeneration" for name in ("Bart", "MBart", "Pegasus", "T5", "MT5")}
+    tested |= {"MarianMTModel", "BartModel"}  # these and the last: test_encoder_decoder.py
     vision = ("SmolVLM", "Idefics3", "Gemma3", "Qwen2_5_VL", "Qwen2VL")  # tests/vision
     tested |= {f"{name}ForConditionalGeneration" for name in vision}
     assert tested == {name for family in decoders for name in family.ARCHITECTURES}

@@ -1,19 +1,21 @@
-"""BART, mBART, Marian and Pegasus against transformers: the encoder, the logits of every position, and what the engine
+"""BART, T5 and families like them against transformers: the encoder, the logits of every position, and what the engine
 makes of prompts in two parts."""
 
 import asyncio
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from asgi import call
-from helpers import CPU, EOS, LONG, Paged, assert_all_close, random_tokens, save_tokenizer, tiny_bart
+from helpers import CPU, EOS, LONG, Paged, assert_all_close, random_tokens, save_tokenizer, tiny_bart, tiny_t5
 from test_models import all_decoded_together, chunks_and_decodes_mixed, each_alone_then_decoded, packed
 
 from nanopage import LLM, AsyncLLM, BeamSearchParams, EngineArgs, SamplingParams
 from nanopage.checks.fields import MAX_SIZES
+from nanopage.config.options import EngineConfig
 from nanopage.cpu import aot
 from nanopage.items.encoded import WriteEncoded
 from nanopage.items.items import make_item
@@ -21,14 +23,17 @@ from nanopage.items.rows import ItemRows
 from nanopage.reading.config import config_from_dict
 from nanopage.server.app import create_app
 from nanopage.server.state import ServerState
+from nanopage.startup.options import refused
 from nanopage.text.prompts import PromptReader
 from nanopage.weights import loader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 APART = {"scale_embedding": True, "tie_word_embeddings": False}
+HEADLESS = "bart without a head"
 CASES = {
     "bart": ("bart", {}),
+    HEADLESS: ("bart", {}),
     "bart, scaled embeddings, a head of its own": ("bart", APART),
     "bart, ReLU, other layers and heads": (
         "bart",
@@ -38,12 +43,33 @@ CASES = {
     "mbart, scaled embeddings, a head of its own": ("mbart", APART),
     "pegasus": ("pegasus", {"activation_function": "relu", "scale_embedding": True}),
     "marian": ("marian", {"activation_function": "swish", "scale_embedding": True}),
+    "t5": ("t5", {}),
+    "t5 v1.1": ("t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "t5, SiLU, other buckets and layers": (
+        "t5",
+        {
+            "feed_forward_proj": "gated-silu",
+            "relative_attention_num_buckets": 6,
+            "relative_attention_max_distance": 50,
+            "num_decoder_layers": None,
+            "layer_norm_epsilon": 1e-3,
+        },
+    ),
+    "mt5": ("mt5", {"feed_forward_proj": "gated-gelu"}),
 }
 SIZES = (
     *("d_model", "encoder_layers", "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim"),
     "decoder_ffn_dim",
 )
+T5_SIZES = (
+    *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "n_positions"),
+    *("relative_attention_num_buckets", "relative_attention_max_distance"),
+)
 LENGTHS, READ = [1, 9, 40], [23, 1, 58]  # of what the decoders have, and of what the encoders read
+
+
+def tiny(family, seed=0, **overrides):
+    return (tiny_t5 if family.endswith("t5") else tiny_bart)(family, seed, **overrides)
 
 
 def save(directory, hf_model):
@@ -72,8 +98,10 @@ class Reading(Paged):
 @pytest.mark.parametrize("case", CASES)
 def test_the_encoder_and_the_logits_of_every_position_equal_transformers(tmp_path, case):
     family, overrides = CASES[case]
-    hf_model, sequences, texts = tiny_bart(family, **overrides), random_tokens(LENGTHS), random_tokens(READ, seed=1)
-    made = Reading(save(tmp_path, hf_model), sequences, texts)
+    hf_model, sequences, texts = tiny(family, **overrides), random_tokens(LENGTHS), random_tokens(READ, seed=1)
+    if case == HEADLESS:
+        hf_model.final_logits_bias.zero_()
+    made = Reading(save(tmp_path, hf_model.model if case == HEADLESS else hf_model), sequences, texts)
     encoded, expected = [], []
     with torch.inference_mode():
         for tokens, text in zip(sequences, texts, strict=True):
@@ -99,56 +127,71 @@ def test_compiled_layers_equal_the_eager_ones(tmp_path, monkeypatch):
     eager = Reading(directory, sequences, texts, packed).run(all_decoded_together)
     made = Reading(directory, sequences, texts, lambda *parts: aot.Compiled(*parts, torch.float32))
     made.way.way.compile()
-    assert made.way.way.head is None  # compiled heads have no biases
     for plan in (each_alone_then_decoded, all_decoded_together, chunks_and_decodes_mixed):
         made.restart(sequences)
         assert_all_close(made.run(plan), eager)
 
 
+def test_a_head_with_a_bias_is_not_compiled():
+    head = SimpleNamespace(bias=torch.zeros(1, 3), weight=SimpleNamespace(tiles=torch.zeros(1)))
+    assert aot.Compiled._make_head(SimpleNamespace(model=SimpleNamespace(lm_head=head)), None, {}) is None
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A directory, prompts in two parts, and what transformers' greedy search makes of them, in float64."""
-    hf_model, directory = tiny_bart(seed=1), tmp_path_factory.mktemp("bart")
-    save(directory, hf_model)
-    hf_model.double()
-    texts, begins = random_tokens([3, 20, 59, 11], seed=2), random_tokens([0, 1, 9, 15], seed=3)
-    prompts = [
-        {"encoder_prompt": {"prompt_token_ids": text}, "decoder_prompt": {"prompt_token_ids": begin}}
-        for text, begin in zip(texts, begins, strict=True)
-    ]
-    return (
-        directory,
-        prompts,
-        [greedy(hf_model, text, [EOS, *begin]) for text, begin in zip(texts, begins, strict=True)],
-    )
+def models(tmp_path_factory):
+    """Of each family: a directory, prompts in two parts, and what transformers' greedy search makes of them, in
+    float64."""
+    made = {}
+    for family in ("bart", "t5"):
+        hf_model, directory = tiny(family, seed=1), tmp_path_factory.mktemp(family)
+        save(directory, hf_model)
+        texts, begins = random_tokens([3, 20, 59, 11], seed=2), random_tokens([0, 1, 9, 15], seed=3)
+        prompts = [
+            {"encoder_prompt": {"prompt_token_ids": text}, "decoder_prompt": {"prompt_token_ids": begin}}
+            for text, begin in zip(texts, begins, strict=True)
+        ]
+        start, hf_model = hf_model.config.decoder_start_token_id, hf_model.double()
+        expected = [greedy(hf_model, text, [start, *begin]) for text, begin in zip(texts, begins, strict=True)]
+        made[family] = directory, prompts, expected
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models["bart"]
 
 
 def greedy(hf_model, text, begin, count=24):
     """The tokens that transformers' generate() adds. An end is a token like others."""
     options = {"max_new_tokens": count, "do_sample": False, "num_beams": 1, "eos_token_id": None}
+    options["use_cache"] = False  # transformers' cache has as many layers as the encoder
     options |= {"attention_mask": torch.ones(1, len(text), dtype=torch.int64)}
     return hf_model.generate(torch.tensor([text]), decoder_input_ids=torch.tensor([begin]), **options)[0].tolist()
 
 
 # Two sequences take four blocks. The last two prompts go first, and take the blocks of the others.
 PRIORITIES = {"scheduling_policy": "priority", "num_gpu_blocks_override": 5}
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 OPTIONS = {
-    "all at once": {},
-    "in chunks": {"max_num_batched_tokens": 4},
-    "recomputed": PRIORITIES | {"preemption_mode": "recompute"},
-    "swapped": PRIORITIES | {"preemption_mode": "swap"},
-    "with drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "all at once": ("bart", {}),
+    "in chunks": ("bart", {"max_num_batched_tokens": 4}),
+    "recomputed": ("bart", PRIORITIES | {"preemption_mode": "recompute"}),
+    "swapped": ("bart", PRIORITIES | {"preemption_mode": "swap"}),
+    "with drafts": ("bart", DRAFTS),
+    "t5 in chunks, with drafts": ("t5", {"max_num_batched_tokens": 4} | DRAFTS),
+    "t5 swapped": ("t5", PRIORITIES | {"preemption_mode": "swap"}),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_greedy_answers_are_those_of_transformers_alone(model, name):
-    directory, prompts, expected = model
-    llm = LLM(directory, dtype="float64", enforce_eager=True, max_num_seqs=4, **OPTIONS[name])
+def test_greedy_answers_are_those_of_transformers_alone(models, name):
+    family, options = OPTIONS[name]
+    directory, prompts, expected = models[family]
+    llm = LLM(directory, dtype="float64", enforce_eager=True, max_num_seqs=4, **options)
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     answers = {}
     for index, prompt in enumerate(prompts):
-        priority = int(index < 2) if "scheduling_policy" in OPTIONS[name] else 0
+        priority = int(index < 2) if "scheduling_policy" in options else 0
         engine.add_request(str(index), prompt, params, priority)
         for _ in range(4 if index == 1 else 0):
             answers |= {output.request_id: output for output in engine.step()}
@@ -158,7 +201,7 @@ def test_greedy_answers_are_those_of_transformers_alone(model, name):
     assert [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs] == expected
     read = [prompt["encoder_prompt"]["prompt_token_ids"] for prompt in prompts]
     assert [output.encoder_prompt_token_ids for output in outputs] == read
-    assert (engine.scheduler.queues.num_preemptions > 0) == ("scheduling_policy" in OPTIONS[name])
+    assert (engine.scheduler.queues.num_preemptions > 0) == ("scheduling_policy" in options)
 
 
 def test_completions_and_beams_share_what_the_encoder_has_read(model):
@@ -198,6 +241,8 @@ def test_a_first_token_is_forced_and_other_settings_are_logged(model, tmp_path, 
         (output,) = llm.generate({"encoder_prompt": text, "decoder_prompt": begin or None}, params)
         count = 8 + (len(begin) < 2)
         assert output.prompt_token_ids + output.outputs[0].token_ids == greedy(hf_model, text, begin or [EOS], count)
+    read = llm.engine.input_processor.prompts.read
+    assert read("a cat").cache_salt == read("a cat").cache_salt != read("a dog").cache_salt  # of the prefix cache
     (output,) = llm.generate({"encoder_prompt": "the cat", "decoder_prompt": "a dog"}, params)
     tokens = llm.get_tokenizer().encode("a dog", add_special_tokens=False)
     assert output.prompt_token_ids == [EOS, 7, *tokens] and output.prompt == "a dog"
@@ -238,12 +283,13 @@ def llm(model):
         ({"encoder_prompt": [1], "decoder_prompt": 5}, TypeError, "decoder_prompt must be a string"),
         ({"encoder_prompt": [1], "decoder_prompt": {"prompt_token_ids": 5}}, TypeError, "decoder_prompt must be"),
         ({"encoder_prompt": {"encoder_prompt": [1]}}, ValueError, "encoder_prompt"),
+        ({"encoder_prompt": [1], "decoder_prompt": {"prompt": "a", "encoder_prompt": [1]}}, TypeError, "of them"),
         ({"encoder_prompt": []}, ValueError, "the prompt is empty"),
         ({"decoder_prompt": [1]}, ValueError, "decoder_prompt needs encoder_prompt"),
         ({"encoder_prompt": [1], "prompt": "a"}, ValueError, "prompt cannot stand beside encoder_prompt"),
         ({"prompt": "a", "multi_modal_data": {}}, ValueError, "multi_modal_data is not supported by this model"),
     ],
-    ids=str,
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_prompts_that_are_refused(llm, prompt, error, words):
     with pytest.raises(error, match=words):
@@ -292,9 +338,9 @@ def test_completions_of_the_server_have_the_encoder_s_prompt(model):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 does not work with BartForConditionalGeneration"),
         ({"enable_lora": True}, "enable_lora"),
+        ({"runner": "pooling"}, "runner='pooling' does not work"),
         (
             {"enable_prompt_embeds": True},
             "enable_prompt_embeds=True does not work with .*: an encoder reads its prompts",
@@ -320,11 +366,41 @@ def test_options_that_do_not_fit_are_refused_by_name(model, options, named):
         *(({name: 10**9}, f"{name} must be at most {MAX_SIZES[name]:,}") for name in SIZES),
         ({"max_position_embeddings": 0}, "max_position_embeddings must be a positive integer"),
         ({"eos_token_id": 300}, "eos_token_id 300 is not in the vocabulary"),
-        ({"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration.* is not supported"),
-        ({"architectures": ["BartModel"]}, "BartModel.* is not supported"),
+        ({"architectures": ["UMT5ForConditionalGeneration"]}, "UMT5ForConditionalGeneration.* is not supported"),
+        ({"architectures": ["MBartModel"]}, "MBartModel.* is not supported"),
     ],
     ids=str,
 )
 def test_fields_that_are_refused_by_name(fields, named):
     with pytest.raises(ValueError, match=named):
         config_from_dict(tiny_bart().config.to_dict() | {"architectures": ["MarianMTModel"]} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        (
+            {"feed_forward_proj": "gated-tanh"},
+            "feed_forward_proj 'gated-tanh' is not supported; supported: relu, gated-gelu",
+        ),
+        ({"relative_attention_num_buckets": 3}, "relative_attention_num_buckets must be at least 4"),
+        ({"relative_attention_max_distance": 4}, "relative_attention_max_distance must be more than half of 8"),
+        ({"d_kv": 5}, "head_dim 5 is odd"),
+        *(({name: 10**9}, f"{name} must be at most {MAX_SIZES[name]:,}") for name in T5_SIZES),
+    ],
+    ids=str,
+)
+def test_fields_of_t5_that_are_refused_by_name(fields, named):
+    with pytest.raises(ValueError, match=named):
+        config_from_dict(tiny_t5().config.to_dict() | {"architectures": ["T5ForConditionalGeneration"]} | fields)
+
+
+def test_t5_is_refused_where_it_does_not_run(models):
+    with pytest.raises(ValueError, match=r"dtype='float16' does not work with .*: use 'bfloat16'"):
+        LLM(models["t5"][0], dtype="float16")
+    config = loader.read_config(models["t5"][0])
+    told = refused(EngineConfig(), config, torch.device("cuda"), torch.float32, models["t5"][0])
+    assert any("a bias for each distance, which does not run on a GPU yet" in message for message in told)
+    llm = LLM(models["t5"][0])
+    with pytest.raises(ValueError, match="61 tokens, more than n_positions=60"):
+        llm.generate([1] * 61)
