@@ -26,7 +26,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import LONG, BytesExecutor, ForkedLink, tiny_model
+from helpers import LONG, BytesExecutor, ForkedLink, save_tokenizer, tiny_bart, tiny_model, tiny_t5
 from on_a_cpu import graphs_for, make_sample_all, pieces_for
 from safetensors.torch import load_file, save_file
 from test_lora import save_adapter
@@ -120,7 +120,8 @@ def make_oracle(model, **options) -> LLMEngine:
             num_gpu_blocks_override=num_kinds,  # no sequence is long enough to give one back
             max_num_seqs=1,
             enable_prefix_caching=False,
-            enable_prompt_embeds=shape.model_impl == "nanopage" and not shape.mixer.get("input_size"),
+            enable_prompt_embeds=shape.model_impl == "nanopage"
+            and not (shape.mixer.get("input_size") or shape.encoded_positions),
         )
     )
 
@@ -263,8 +264,13 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=BLOCK_SIZES) -
 
 
 def put_items(oracle: LLMEngine, plans: list[Planned]) -> None:
-    """Give some prompts embeddings in the place of some tokens, the same ones as other prompts, or others."""
+    """Give some prompts embeddings in the place of some tokens, the same ones as other prompts, or others. If the model
+    has an encoder, give it a text for each."""
     rng = random.Random(repr([plan.prompt for plan in plans]))
+    if oracle.model_config.encoded_positions:
+        texts = [[rng.randrange(100) for _ in range(length)] for length in (1, 9, MAX_LEN)]
+        for plan in plans:
+            plan.prompt["encoder_prompt"] = TokenizedPrompt(None, rng.choice(texts))
     if not oracle.config.enable_prompt_embeds or rng.random() < 0.5:
         return
     generator = torch.Generator().manual_seed(rng.randrange(1000))
@@ -931,6 +937,36 @@ def test_nor_do_states(world, with_states):
     happened["worlds with states that preempted"] += engine.scheduler.queues.num_preemptions > 0
     happened["worlds with states that swapped"] += engine.executor.worker.kv_cache.host is not None
     happened["worlds with states and prefix-cache hits"] += engine.scheduler.block_manager.num_hit_tokens > 0
+
+
+def read_both_parts(engine: LLMEngine) -> None:
+    """Take prompts of the decoder that have `encoder_prompt`, read already."""
+    engine.input_processor.prompts = engine.input_processor.prompts.decoder
+
+
+@pytest.fixture(scope="module")
+def with_encoders(tmp_path_factory):
+    """Encoder-decoder models, and their oracles."""
+    made = []
+    for hf_model in (tiny_bart(max_position_embeddings=MAX_LEN), tiny_t5(n_positions=MAX_LEN)):
+        hf_model.save_pretrained(directory := tmp_path_factory.mktemp("encoder"))
+        save_tokenizer(directory)
+        made.append((directory, make_oracle(directory)))
+        read_both_parts(made[-1][1])
+    return made
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 6)))
+def test_nor_do_encoders(world, with_encoders):
+    """A sequence attends to what its own encoder has read, wherever its blocks go."""
+    rng = random.Random(f"encoders-{SEED}-{world}")
+
+    def prepare(engine):
+        read_both_parts(engine)
+        poison_free_blocks(engine)
+
+    how = {"fails": rng.random() < 0.4, "prepare": prepare, "block_sizes": (256,)}  # a block holds a sequence
+    check_world(*with_encoders[world % 2], world, rng, False, **how)
 
 
 @pytest.fixture(scope="module")
