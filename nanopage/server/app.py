@@ -27,6 +27,7 @@ from nanopage.server.handlers import add_handlers
 from nanopage.server.json_body import JsonRoute
 from nanopage.server.live_view import VIEW_PATHS, add_view
 from nanopage.server.message_body import OF_TEMPLATES, CountBody, MessagesBody
+from nanopage.server.message_shapes import CountReply, MessageEvent, MessageReply, message_replies
 from nanopage.server.messages import Messages
 from nanopage.server.metrics import CONTENT_TYPE, Page
 from nanopage.server.middleware import OPEN_PATHS, Gate
@@ -51,18 +52,14 @@ from nanopage.server.shapes import (
     ChatChunk,
     ChatReply,
     CompletionReply,
-    CountReply,
     ErrorReply,
     ListReply,
-    MessageEvent,
-    MessageReply,
     ModelCard,
     ModelList,
     RerankReply,
     ResponsesEvent,
     ResponsesReply,
     TokenizeReply,
-    message_replies,
     replies,
 )
 from nanopage.server.state import ServerState
