@@ -1,3 +1,4 @@
+import atexit
 import gc
 import logging
 import os
@@ -16,6 +17,9 @@ os.environ["RAY_AUTH_MODE"] = "token"  # as Ray reads it, once in a process; its
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 if "PYTEST_XDIST_WORKER" in os.environ:  # several processes run tests: a thread each is enough
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The last function at exit, in this process and in none of its forks: to free all that is imported takes seconds.
+    this_process = os.getpid()
+    atexit.register(lambda: os.getpid() == this_process and os._exit(0))
 
 import pytest
 import torch
@@ -34,11 +38,15 @@ sys.dont_write_bytecode = False  # the next run need not compile the tests again
 gc.disable()  # until all tests are collected: nothing that is imported becomes garbage
 
 COMPILES = {"test_aot", "test_aot_products", "test_tile_linear", "test_default_model"}
-# The files that take longest run first, so that no process is still busy with one when the others have finished.
-LONGEST = {
-    *("test_aot", "test_structured", "test_replicas", "test_fuzz", "test_triton", "test_ray_link", "test_chat"),
-    *("test_tools", "test_cuda_graphs", "test_compare", "test_bench", "test_models", "test_jit", "test_parallel"),
+# The files that take longest run first, so that no process is still busy with one when the others have finished. So do
+# those that start programs, and files that import Ray after them: programs.py says why.
+FIRST = {
+    *("test_aot", "test_structured", "test_fuzz", "test_triton", "test_cuda_graphs", "test_compare", "test_models"),
+    *("test_jit", "test_parallel", "test_chat", "test_bench", "test_tools", "test_process_executor", "test_course"),
+    *("test_hub", "test_page", "test_view_page", "test_clients", "test_other_clients", "test_output", "test_attacks"),
+    *("test_console", "test_serve_http", "test_vision_server"),
 }
+RAY = {"test_replicas", "test_ray_link", "test_documents"}
 
 
 def pytest_configure(config):
@@ -90,7 +98,10 @@ def _own_log():
 @pytest.fixture(autouse=True)
 def _seeded():
     """Random tensors are the same in every run, so that no test fails now and then by a rare rounding."""
-    torch.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:  # manual_seed would keep the traceback of each call for every kind of accelerator
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -135,17 +146,16 @@ def compiled_graphs(monkeypatch):
 
 
 def pytest_collection_finish():
-    gc.collect()
     gc.freeze()  # no collection during the tests, nor in a process that is forked, visits all that has been imported
     gc.enable()
 
 
 def pytest_sessionfinish():
-    gc.unfreeze()  # extensions complain at exit about objects that are left
+    atexit.register(gc.unfreeze)  # extensions complain at exit about objects that are left
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.module.__name__ not in LONGEST)
+    items.sort(key=lambda item: 0 if (name := item.module.__name__) in FIRST else 1 if name in RAY else 2)
     if torch.cuda.is_available():  # Triton then compiles its kernels, which do not take tensors on the CPU
         marker, reason = "interpreter", "needs Triton's interpreter: CUDA_VISIBLE_DEVICES= pytest -m interpreter"
     else:

@@ -15,7 +15,6 @@ from helpers import random_tokens, tiny_model
 import nanopage
 from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
-from nanopage.distributed import ray_link
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 
@@ -120,6 +119,8 @@ def test_an_error_at_start_names_the_rank(model, cluster):
 
 def test_strangers_do_not_keep_the_workers_from_connecting():
     """One hangs up, one keeps silent, one has another key."""
+    from nanopage.distributed import ray_link  # imports Ray, which programs.py does not want before it is needed
+
     arrived, closed = queue.SimpleQueue(), threading.Event()
     with Listener(("127.0.0.1", 0)) as listener:
         threading.Thread(target=ray_link._accept, args=(listener, b"key", closed, arrived), daemon=True).start()

@@ -17,8 +17,6 @@ from server_process import serving
 
 from nanopage import LLM, SamplingParams
 from nanopage.distributed import ray_cluster
-from nanopage.server import front
-from nanopage.server import route as routes
 from nanopage.server.errors import ApiError
 from nanopage.server.routing import Router
 from nanopage.server.serve import main
@@ -277,6 +275,22 @@ def test_sigterm_lets_streams_end_except_those_of_a_replica_that_hangs_and_leave
 # Without a cluster
 
 
+@pytest.fixture(scope="module")
+def front():
+    """A module that imports Ray, which programs.py does not want in this process until it is needed."""
+    from nanopage.server import front
+
+    return front
+
+
+@pytest.fixture(scope="module")
+def routes():
+    """A module that imports Ray."""
+    from nanopage.server import route
+
+    return route
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -296,44 +310,52 @@ def test_what_cannot_work_is_refused_before_anything_starts(monkeypatch, capsys,
     assert name in f"{raised.value} {capsys.readouterr().err}"
 
 
-def relay(monkeypatch, path, items, error):
-    """What Front sends for a call whose every replica yields these items and then raises, and how it counts."""
-    sent, server = [], front.Front(ServerState(["tiny"]), None, 1, None, 1, {}, 1)
-    server.num_attempts = 0
+@pytest.fixture
+def relay(front, routes, monkeypatch):
+    """A function: what Front sends for a call whose every replica yields these items and then raises, and how it
+    counts."""
 
-    async def run(call):
-        server.num_attempts += 1
-        for item in items:
-            yield item
-        raise error
+    def relay(path, items, error):
+        sent, server = [], front.Front(ServerState(["tiny"]), None, 1, None, 1, {}, 1)
+        server.num_attempts = 0
 
-    async def send(message):
-        sent.append(message)
+        async def run(call):
+            server.num_attempts += 1
+            for item in items:
+                yield item
+            raise error
 
-    monkeypatch.setattr(server, "_send", run)
-    monkeypatch.setattr(server, "_running", lambda: {f"{server.num_attempts}"} if server.num_attempts < 20 else set())
-    call = front.Call("POST", path, [], b"", "", routes.Route(server.router, [], 0, server.dead))
-    try:
-        asyncio.run(server._relay(call, front.Reply(), send, send))
-    except ApiError as raised:
-        sent.append(raised)
-    return sent, server
+        async def send(message):
+            sent.append(message)
+
+        def running():
+            return {f"{server.num_attempts}"} if server.num_attempts < 20 else set()
+
+        monkeypatch.setattr(server, "_send", run)
+        monkeypatch.setattr(server, "_running", running)
+        call = front.Call("POST", path, [], b"", "", routes.Route(server.router, [], 0, server.dead))
+        try:
+            asyncio.run(server._relay(call, front.Reply(), send, send))
+        except ApiError as raised:
+            sent.append(raised)
+        return sent, server
+
+    return relay
 
 
-GONE = front.ReplicaGoneError("it has died")
 HEAD = (200, [(b"content-type", b"text/event-stream")])
 
 
-def test_a_request_is_not_run_for_ever_by_replicas_that_it_kills(monkeypatch):
-    (error,), server = relay(monkeypatch, "/v1/completions", [], GONE)
+def test_a_request_is_not_run_for_ever_by_replicas_that_it_kills(front, relay):
+    (error,), server = relay("/v1/completions", [], front.ReplicaGoneError("it has died"))
     assert (error.status, error.code) == (503, "replica_died")
     assert (server.num_attempts, server.num_retried, server.num_lost) == (front.MAX_ATTEMPTS, front.MAX_ATTEMPTS - 1, 1)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-def test_the_error_of_a_stream_is_an_event_of_its_kind(monkeypatch, path):
+def test_the_error_of_a_stream_is_an_event_of_its_kind(front, relay, path):
     events = b'event: x\ndata: {"text": "data: "}\n\nevent: x\ndata: {}\n\n'
-    sent, server = relay(monkeypatch, path, [HEAD, b": keep-alive\n\n", events], GONE)
+    sent, server = relay(path, [HEAD, b": keep-alive\n\n", events], front.ReplicaGoneError("it has died"))
     event, done, end = sent[-1]["body"].split(b"\n\n")
     error = json.loads(event.partition(b"data: ")[2])
     assert (error["error"]["code"], done, end, server.num_attempts) == ("replica_died", b"data: [DONE]", b"", 1)
@@ -342,22 +364,23 @@ def test_the_error_of_a_stream_is_an_event_of_its_kind(monkeypatch, path):
         assert (error["type"], error["code"], error["sequence_number"]) == ("error", "replica_died", 2)
 
 
-def test_the_error_of_a_message_is_its_last_event(monkeypatch):
-    sent, server = relay(monkeypatch, "/v1/messages", [HEAD, front.PING, b"event: x\ndata: {}\n\n"], GONE)
+def test_the_error_of_a_message_is_its_last_event(front, relay):
+    gone = front.ReplicaGoneError("it has died")
+    sent, server = relay("/v1/messages", [HEAD, front.PING, b"event: x\ndata: {}\n\n"], gone)
     event, end = sent[-1]["body"].split(b"\n\n")
     assert (event.partition(b"\ndata: ")[0], end, server.num_attempts) == (b"event: error", b"", 1)
     assert json.loads(event.partition(b"data: ")[2])["error"]["type"] == "overloaded_error"
-    _, server = relay(monkeypatch, "/v1/messages", [HEAD, front.PING], GONE)
+    _, server = relay("/v1/messages", [HEAD, front.PING], gone)
     assert server.num_attempts == front.MAX_ATTEMPTS  # a ping is no part of the answer
     for last in (front.STOP, b'event: error\ndata: {"type":"error","error":{}}\n\n'):
-        sent, _ = relay(monkeypatch, "/v1/messages", [HEAD, last, b""], GONE)
+        sent, _ = relay("/v1/messages", [HEAD, last, b""], gone)
         assert [message.get("body") for message in sent] == [None, last]
 
 
-@pytest.mark.parametrize("error", [GONE, ValueError("made up")])
-def test_nothing_follows_the_end_of_a_stream(monkeypatch, error):
-    sent, _ = relay(monkeypatch, "/v1/responses", [HEAD, front.DONE, b"more"], error)
-    assert [message.get("body") for message in sent] == [None, front.DONE]
+def test_nothing_follows_the_end_of_a_stream(front, relay):
+    for error in (front.ReplicaGoneError("it has died"), ValueError("made up")):
+        sent, _ = relay("/v1/responses", [HEAD, front.DONE, b"more"], error)
+        assert [message.get("body") for message in sent] == [None, front.DONE]
 
 
 def test_ray_client_is_refused(monkeypatch):
@@ -367,11 +390,10 @@ def test_ray_client_is_refused(monkeypatch):
         main(["--replicas", "2"])
 
 
-def parts_of(*texts, **fields):
-    return routes.prompt_parts({"messages": [{"role": "user", "content": text} for text in texts]} | fields)[0]
+def test_prompts_that_begin_alike_have_the_same_first_parts(routes):
+    def parts_of(*texts, **fields):
+        return routes.prompt_parts({"messages": [{"role": "user", "content": text} for text in texts]} | fields)[0]
 
-
-def test_prompts_that_begin_alike_have_the_same_first_parts():
     long = "the cat " * 200
     first, second = parts_of(long), parts_of(long, "and more " * 100)
     assert len(first) == len(long) // routes.PART and len(set(first)) == len(first)
@@ -383,13 +405,12 @@ def test_prompts_that_begin_alike_have_the_same_first_parts():
     assert routes.prompt_parts(prompt)[0] and not set(routes.prompt_parts(prompt, "key")[0]) & set(first)
 
 
-def test_the_number_of_parts_is_limited():
+def test_the_number_of_parts_is_limited(routes):
     assert len(routes.prompt_parts({"prompt": "x" * (1 << 20)})[0]) == routes.MAX_PARTS
 
 
-@pytest.mark.parametrize(
-    ("body", "tokens"),
-    [
+def test_what_a_body_asks_for_is_estimated_whatever_it_has(routes):
+    for body, tokens in (
         ({}, routes.OUTPUT_TOKENS),
         ({"max_tokens": 5}, 5),
         ({"max_tokens": 5, "max_completion_tokens": 7, "n": 2}, 14),
@@ -398,13 +419,11 @@ def test_the_number_of_parts_is_limited():
         ({"prompt": [1, 2, 3], "max_tokens": 3}, 3),
         ({"max_tokens": "many", "n": "x", "prompt": []}, routes.OUTPUT_TOKENS),
         ({"max_tokens": -1}, 0),
-    ],
-)
-def test_what_a_body_asks_for_is_estimated_whatever_it_has(body, tokens):
-    assert routes.num_output_tokens(body) == tokens
+    ):
+        assert routes.num_output_tokens(body) == tokens
 
 
-def test_a_route_counts_its_tokens_once_wherever_it_goes():
+def test_a_route_counts_its_tokens_once_wherever_it_goes(routes):
     router, dead = Router(), set()
     route, other = routes.Route(router, [], 100, dead), routes.Route(router, [], 10, dead)
     assert {route.choose(["a", "b"]), other.choose(["a", "b"])} == {"a", "b"}
@@ -421,7 +440,7 @@ def test_a_route_counts_its_tokens_once_wherever_it_goes():
     assert other.choose(["a", "b"]) is None
 
 
-def test_the_prompt_is_done_with_the_first_token_of_the_output():
+def test_the_prompt_is_done_with_the_first_token_of_the_output(routes):
     router = Router()
     router.add("a")
     route = routes.Route(router, [], 110, set(), num_prompt_tokens=100)
@@ -447,7 +466,7 @@ def test_the_prompt_is_done_with_the_first_token_of_the_output():
     ],
 )
 def test_a_replica_gets_its_share_of_a_node_or_a_gpu_for_each_worker(
-    monkeypatch, device, gpus, most, num_workers, expected
+    front, monkeypatch, device, gpus, most, num_workers, expected
 ):
     node = {"Alive": True, "Resources": {"CPU": 8.0}}
     monkeypatch.setattr(front.ray, "nodes", lambda: [node, node, {"Alive": False, "Resources": {"CPU": 1.0}}])
