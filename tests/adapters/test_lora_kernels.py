@@ -1,10 +1,5 @@
-"""The kernels of LoRA adapters, in Triton's interpreter where there is no GPU, against plain torch; and compiled for
-GPUs that are not there."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The kernels of LoRA adapters, in Triton's interpreter where there is no GPU, against plain torch.
+tests/kernels/ahead_of_time.py compiles them."""
 
 import pytest
 import torch
@@ -14,26 +9,7 @@ from nanopage.adapters.layers import LoRAWeight, Running
 from nanopage.cpu.lora import add_adapters
 from nanopage.layers.linear import Linear
 
-ROOT = Path(__file__).parents[2]
-ALL_KERNELS = os.environ.get("NANOPAGE_ALL_KERNELS", "0") != "0"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-COMPILE = """
-import sys, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from nanopage.adapters import kernels as lora
-for dtype in ("fp32", "fp16", "bf16"):
-    for kernel, pointers, constants in (
-        (lora.lora_shrink_kernel, {"x_ptr": dtype, "a_ptr": dtype, "h_ptr": "fp32"}, {"RANKS": 16, "INPUTS": 128}),
-        (lora.lora_expand_kernel, {"h_ptr": "fp32", "b_ptr": dtype, "y_ptr": dtype}, {"RANK": 16, "OUTPUTS": 64}),
-    ):
-        constants = constants | {"TOKENS": 16, "PRECISION": "tf32x3" if dtype == "fp32" else "ieee"}
-        types = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-        types |= {name: "*" + kind for name, kind in pointers.items()} | {"slots_ptr": "*i64"}
-        made = triton.compile(ASTSource(kernel, types, constants), target=GPUTarget("cuda", int(sys.argv[1]), 32))
-        assert made.asm["cubin"]
-print("compiled")
-"""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -68,11 +44,3 @@ def test_products_as_in_plain_torch(num_tokens, parts, rank, in_features, dtype)
     error = (changed.cpu().double() - expected).abs().max() / expected.abs().max()
     assert error < {torch.float32: 2e-5, torch.float16: 4e-3}[dtype]
     assert torch.equal(changed.cpu()[slots < 0], y[slots < 0])  # bit for bit
-
-
-@pytest.mark.parametrize("architecture", [80, 90] if ALL_KERNELS else [90])
-def test_kernels_compile(architecture):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE.replace("sys.argv[1]", str(architecture))]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert run.stdout.strip() == "compiled", run.stderr

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import run_bench
 
-from benchmarks import metrics, plots, serve
+from benchmarks import metrics, serve
 from benchmarks.datasets import Requests
 from benchmarks.outputs import Stopped
 from benchmarks.peers.protocol import Work
@@ -517,6 +517,8 @@ def test_requests_that_do_not_fit_are_refused(model, tmp_path):
 
 def test_a_picture_takes_the_names_of_files_as_they_are(tmp_path):
     """And not as formulas, of which this would be a broken one."""
+    from benchmarks import plots  # Matplotlib takes half a second
+
     header = {"bench": r"x$\frac$.jsonl", "model": "m", "device": "d"}
     assert plots.throughput([], header, tmp_path / "x.svg")
 
@@ -529,6 +531,8 @@ def test_a_missing_plotting_library_is_named_with_its_extra(monkeypatch):
 
 
 def test_throughput_draws_decode_steps_against_their_batch(tmp_path):
+    from benchmarks import plots
+
     steps = [Step(StepStats(decode_tokens=batch), 0.01 * batch**0.5) for batch in (1, 2, 2, 8)]
     steps.append(Step(StepStats(decode_tokens=4, prefill_tokens=9), 1.0))  # not of decodes alone
     file = tmp_path / "x.png"

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, save_tokenizer, tiny_whisper
+from helpers import CPU, LONG, ForkedLink, Paged, assert_all_close, random_tokens, save_tokenizer, tiny_whisper
 from test_models import all_decoded_together, chunks_and_decodes_mixed, each_alone_then_decoded, packed
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
@@ -240,7 +240,8 @@ def test_text_gets_no_special_tokens_and_silence_is_a_sound(llm):
     ],
     ids=str,
 )
-def test_options_that_do_not_fit_are_refused_by_name(model, options, named):
+def test_options_that_do_not_fit_are_refused_by_name(model, options, named, monkeypatch):
+    monkeypatch.setattr("nanopage.distributed.process_executor.ProcessLink", ForkedLink)
     with pytest.raises(ValueError, match=named):
         LLM(str(model[0]), **options)
 

@@ -1,11 +1,7 @@
-"""delta_kernel.py in Triton's interpreter where there is no GPU, against the plain form; and compiled for GPUs that are
-not there."""
+"""delta_kernel.py in Triton's interpreter where there is no GPU, against the plain form. tests/kernels/ahead_of_time.py
+compiles it."""
 
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,29 +14,7 @@ from nanopage.recurrent.delta_rule import delta_rule
 from nanopage.recurrent.sequences import divide
 from nanopage.recurrent.states import States, divided
 
-ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-COMPILE = """
-import sys, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from benchmarks.kernel_resources import resource_usage
-from nanopage.recurrent.delta_kernel import delta_kernel as kernel, kernel_sizes
-for several in (True, False):
-    sizes = kernel_sizes(32, 128, 128)
-    options = {"num_warps": sizes.pop("num_warps")}
-    constants = sizes | {"SEVERAL": several} | ({} if several else {"start_ptr": None, "kept_ptr": None})
-    types = {key: "*fp32" if key.endswith("ptr") else "i64" for key in kernel.arg_names}
-    types |= dict.fromkeys(constants, "constexpr")
-    indexes = [key for key in ("source_ptr", "target_ptr", "start_ptr", "kept_ptr") if key not in constants]
-    types |= dict.fromkeys(indexes, "*i64") | dict.fromkeys(("num_sequences", "num_tokens", "part_heads"), "i32")
-    for architecture in (80, 90):
-        source = ASTSource(kernel, types, constants)
-        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-        usage = resource_usage(made.asm["cubin"])
-        assert made.metadata.shared <= 48 * 1024 and int(usage["STACK"]) == 0, usage
-print("compiled")
-"""
 
 
 @pytest.mark.parametrize("world", range(examples(8)))
@@ -70,10 +44,3 @@ def test_the_kernel_equals_the_plain_form(world, dtype, tolerance):
         out = update(*(part.to(DEVICE) for part in rows), States(here, shapes, group), 1)
         torch.testing.assert_close(out.cpu(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(here.cpu(), cache, rtol=tolerance, atol=tolerance)  # other blocks are as they were
-
-
-def test_the_kernel_compiles():
-    """Without registers that spill, for an A100 and an H100."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout == "compiled\n", done.stderr
