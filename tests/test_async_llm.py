@@ -60,7 +60,7 @@ def hold_steps(llm) -> tuple[threading.Event, threading.Event]:
 
     def waiting():
         in_step.set()
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return step()
 
     llm.engine.step = waiting
@@ -141,7 +141,7 @@ def test_cancelling_aborts_in_every_state(model, state):
         def slow(request_id, *args):
             if request_id == "victim" and state == "its prompt is read":
                 reading.set()
-                may_go_on.wait(10)
+                may_go_on.wait(60)
             return make_request(request_id, *args)
 
         def group_of_victim():
@@ -231,7 +231,7 @@ def test_an_abort_while_the_prompt_is_read(llm):
 
     def slow(*args):
         reading.set()
-        may_go_on.wait(10)
+        may_go_on.wait(60)
         return make_request(*args)
 
     async def aborted():
@@ -460,7 +460,7 @@ def test_dropped_without_a_shutdown_it_ends(model, llm, used):
         dropped.engine_thread.pause(lambda: None)
         asyncio.run(dropped.add_request("a", "the cat", GREEDY))
     dropped = None
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while thread.is_alive() and time.monotonic() < deadline:
         gc.collect()  # again: the thread may have held it during a step
         thread.join(0.1)

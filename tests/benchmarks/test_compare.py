@@ -155,8 +155,8 @@ def pids_when_it_hangs(environments, name):
     return [int(pid) for pid in file.read_text().split()]
 
 
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
+def wait_until(condition):
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -219,7 +219,7 @@ def test_no_engine_outlives_the_program(model, tmp_path, number, code):
         bench.send_signal(number)
         printed = bench.communicate(timeout=60)[0]
     assert bench.returncode == code, printed
-    wait_until(lambda: not any(map(alive, pids)), 30)
+    wait_until(lambda: not any(map(alive, pids)))
     if number == signal.SIGTERM:
         result = json.loads(file.read_text())
         assert result["complete"] is False and "W2: 32 requests at once" in printed
@@ -250,7 +250,7 @@ def test_an_engine_that_is_being_prepared_ends_with_the_program(tmp_path):
         signal.signal(signal.SIGTERM, before)
         thread.join()
     assert len(pids) == 3
-    wait_until(lambda: not any(map(alive, pids)), 30)
+    wait_until(lambda: not any(map(alive, pids)))
 
 
 def test_what_an_engine_leaves_behind_is_killed(tmp_path):
@@ -260,7 +260,7 @@ def test_what_an_engine_leaves_behind_is_killed(tmp_path):
     assert alive(pid)
     peer.close()
     peer.close()
-    wait_until(lambda: not alive(pid), 30)
+    wait_until(lambda: not alive(pid))
 
 
 def test_an_engine_that_is_killed_in_the_middle_of_an_answer_has_failed():
@@ -472,7 +472,7 @@ def test_a_busy_core_is_busy_until_the_program_ends():
             wait_until(lambda each=each: each.cpu_times().user > 0.1)
             assert each.nice() == psutil.Process().nice()
         program.kill()
-    wait_until(lambda: not any(alive(each.pid) for each in spinning), 30)
+    wait_until(lambda: not any(alive(each.pid) for each in spinning))
 
 
 def test_each_question_of_w8_has_a_process_of_its_own(model, tmp_path):

@@ -65,8 +65,8 @@ def pids(engine: LLMEngine) -> list[int]:
 
 
 def gone(processes: list[int]) -> bool:
-    """Whether all processes have ended. Waits for it, 10 seconds at most."""
-    deadline = time.monotonic() + 10
+    """Whether all processes have ended. Waits for it, a minute at most."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in processes):
             return True
@@ -125,7 +125,7 @@ def test_a_killed_worker_ends_every_request_with_an_error_that_names_it(model, f
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_worker_is_noticed(model, forked, victim, monkeypatch):
-    monkeypatch.setattr(process_executor, "STEP_LIMIT", 1.0)
+    monkeypatch.setattr(process_executor, "STEP_LIMIT", 2.0)
     monkeypatch.setattr(process_executor, "PING_SECONDS", 0.2)
     engine = build_engine(config(model))
     processes = pids(engine)
@@ -138,7 +138,7 @@ def test_a_stopped_worker_is_noticed(model, forked, victim, monkeypatch):
 
 
 def test_a_stopped_worker_does_not_read_large_messages(model, forked, monkeypatch):
-    monkeypatch.setattr(process_executor, "STEP_LIMIT", 1.0)
+    monkeypatch.setattr(process_executor, "STEP_LIMIT", 2.0)
     monkeypatch.setattr(process_executor, "SMALL", 100)
     engine = build_engine(config(model))
     os.kill(pids(engine)[1], signal.SIGSTOP)
@@ -184,7 +184,7 @@ def test_an_exception_at_start_names_the_rank_and_leaves_nothing(model, forked, 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_dies_or_hangs_at_start_is_noticed(model, forked, how, monkeypatch):
-    monkeypatch.setattr(process_executor, "START_LIMIT", 2.0)
+    monkeypatch.setattr(process_executor, "START_LIMIT", 3.0)
 
     def dying(*arguments):
         if arguments[4].rank == 1:
@@ -232,7 +232,7 @@ def test_the_exception_of_a_worker_that_is_gone_is_not_lost(model, forked, monke
     monkeypatch.setattr(Worker, "rest", failing)
     engine = build_engine(config(model, tensor_parallel_size=1, distributed_executor_backend="mp"))
     engine.executor.rest()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while engine.executor.links[0].ended() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     add_requests(engine)
@@ -390,7 +390,7 @@ def test_readers_of_an_async_engine_are_told(model, forked):
 def test_a_worker_that_dies_or_hangs_while_no_request_is_there_is_noticed(model, forked, monkeypatch, how):
     import asyncio
 
-    monkeypatch.setattr(process_executor, "STEP_LIMIT", 1.0)
+    monkeypatch.setattr(process_executor, "STEP_LIMIT", 2.0)
 
     async def main():
         options = {name: value for name, value in vars(config(model)).items() if value is not None}
@@ -434,7 +434,7 @@ def test_no_worker_outlives_its_engine(model, tmp_path, how):
         assert len(workers) == 2
         if how == "waits":
             process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert process.returncode == (0 if how == "returns" else -signal.SIGKILL)
     assert gone(workers)
 
@@ -458,4 +458,4 @@ def test_a_stopped_process_does_not_outlive_its_program(start):
         while process.status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         program.kill()
-    assert not psutil.wait_procs([process], timeout=30)[1]
+    assert not psutil.wait_procs([process], timeout=60)[1]

@@ -75,7 +75,7 @@ class Browser:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    def wait_for(self, condition: str, seconds: float = 20) -> None:
+    def wait_for(self, condition: str, seconds: float = 60) -> None:
         deadline = time.monotonic() + seconds
         while not self.evaluate(condition):
             assert time.monotonic() < deadline, f"not true in {seconds} s: {condition}"
@@ -93,7 +93,7 @@ class Browser:
 
     def _read(self) -> dict:
         while b"\0" not in self._unread:
-            ready, _, _ = select.select([self.process.stdout], [], [], 30)
+            ready, _, _ = select.select([self.process.stdout], [], [], 60)
             assert ready, "the browser does not answer"
             data = os.read(self.process.stdout.fileno(), 1 << 16)
             assert data, "the browser has ended"

@@ -1,8 +1,8 @@
 """The clients of test_soak.py, in a process of their own: streaming requests, half of them cut at random moments.
 
-Reads one JSON object from stdin: port, seconds, concurrency, seed, longest_cut, and `work`, a list of {"body", "text"}
-with the text that each request must stream. Writes one JSON object: how many were complete and cut, what was wrong, and
-the median time to the first text.
+Reads one JSON object from stdin: port, seconds, at_least (how many must be complete and cut, if it takes a minute
+longer), concurrency, seed, longest_cut, and `work`, a list of {"body", "text"} with the text that each request must
+stream. Writes one JSON object: how many were complete and cut, what was wrong, and the median time to the first text.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ async def main(task: dict) -> dict:
 
     async def user() -> None:
         await asyncio.sleep(rng.random() * min(5, task["seconds"] / 4))
-        while time.monotonic() < end:
+        while (now := time.monotonic()) < end or (min(counts.values()) < task["at_least"] and now < end + 60):
             item = rng.choice(task["work"])
             cut_after = rng.random() ** 2 * task["longest_cut"] if rng.random() < 0.5 else None
             try:

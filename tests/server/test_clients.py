@@ -211,7 +211,7 @@ def test_clients_that_stop_reading_or_never_finish_do_not_disturb_others(server,
 def test_bytes_that_are_no_request(server, data):
     address = urllib.parse.urlsplit(server.url)
     received = b""
-    with socket.create_connection((address.hostname, address.port), timeout=20) as sock, contextlib.suppress(OSError):
+    with socket.create_connection((address.hostname, address.port), timeout=60) as sock, contextlib.suppress(OSError):
         sock.sendall(data)
         while part := sock.recv(65536):  # until the server closes the connection
             received += part
@@ -222,7 +222,7 @@ def test_bytes_that_are_no_request(server, data):
 def test_a_head_below_the_limit_may_come_in_pieces(server):
     address = urllib.parse.urlsplit(server.url)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * 40_000 + b"\r\n\r\n"
-    with socket.create_connection((address.hostname, address.port), timeout=20) as sock:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as sock:
         for start in range(0, len(head), 1000):
             sock.sendall(head[start : start + 1000])
             time.sleep(0.001)
@@ -234,7 +234,7 @@ def test_pipelined_requests_are_refused(server):
     body = json.dumps({"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True})
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection((address.hostname, address.port), timeout=20) as sock, contextlib.suppress(OSError):
+    with socket.create_connection((address.hostname, address.port), timeout=60) as sock, contextlib.suppress(OSError):
         sock.sendall((head + body + "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").encode())
         while sock.recv(65536):
             pass
@@ -250,11 +250,11 @@ def test_an_idle_server_takes_no_cpu_time_and_listens_only_where_it_should(serve
     address = urllib.parse.urlsplit(server.url)
     listening = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     assert listening == [("127.0.0.1", address.port)]
-    time.sleep(0.2)
-    before = process.cpu_times()
-    time.sleep(1)
-    after = process.cpu_times()
-    assert after.user + after.system - before.user - before.system < 0.1
+    used = [sum(process.cpu_times()[:2])]
+    while len(used) < 2 or used[-1] - used[-2] >= 0.1:  # the first second may have the end of what it did before
+        assert len(used) < 20, used
+        time.sleep(1)
+        used.append(sum(process.cpu_times()[:2]))
 
 
 def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path):
@@ -313,7 +313,7 @@ def test_sigterm_lets_running_requests_end_and_refuses_new_ones(model, tmp_path)
         for stream in streams:
             *_, last = stream
             assert last.choices[0].finish_reason in ("length", "stop")
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_requests_that_outlast_the_shutdown_end_with_an_error(model, tmp_path):
@@ -329,8 +329,8 @@ def test_requests_that_outlast_the_shutdown_end_with_an_error(model, tmp_path):
         with pytest.raises(openai.APIError, match="shut down"):
             for _ in stream:
                 pass
-        assert server.process.wait(20) == 0
-        assert not psutil.wait_procs(children, timeout=10)[1]
+        assert server.process.wait(60) == 0
+        assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending(model, tmp_path):

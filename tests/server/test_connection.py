@@ -176,7 +176,7 @@ def test_a_connection_whose_request_was_refused_before_its_end_is_closed(monkeyp
                         await asyncio.wait_for(reader.read(1000), 0.01)
             return reply
 
-    assert asyncio.run(asyncio.wait_for(talk(), 60)).startswith(b"HTTP/1.1 401")  # and no 100 Continue
+    assert asyncio.run(asyncio.wait_for(talk(), 120)).startswith(b"HTTP/1.1 401")  # and no 100 Continue
 
 
 def test_the_sum_of_bodies_is_limited_and_small_ones_always_pass(monkeypatch):
@@ -238,7 +238,7 @@ def test_connections_wait_while_no_file_descriptor_is_left(caplog):
 
     async def talk():
         (sock,) = listen("127.0.0.1", 0, None)
-        clients = [socket.create_connection(sock.getsockname(), timeout=20) for _ in range(10)]
+        clients = [socket.create_connection(sock.getsockname(), timeout=60) for _ in range(10)]
         gc.collect()  # or what other tests have left could free descriptors meanwhile
         three = [os.dup(0) for _ in range(3)]
         for descriptor in three:
@@ -257,7 +257,7 @@ def test_connections_wait_while_no_file_descriptor_is_left(caplog):
             listen(*sock.getsockname(), None)
         listener.close()
 
-    asyncio.run(asyncio.wait_for(talk(), 60))
+    asyncio.run(asyncio.wait_for(talk(), 120))
     assert caplog.text.count("connections wait: Too many open files") == 1
 
 

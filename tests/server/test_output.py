@@ -85,14 +85,14 @@ def test_a_server_answers_and_ends_whatever_becomes_of_its_output(model, tmp_pat
             url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 120
             while process.poll() is None and time.monotonic() < deadline:
                 with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"{url}/health", timeout=5)
+                    urllib.request.urlopen(f"{url}/health", timeout=60)
                     break
                 time.sleep(0.1)
             body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
             request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
             assert urllib.request.urlopen(request, timeout=30).status == 200
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
         finally:
             process.kill()
             process.wait()

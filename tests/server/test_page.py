@@ -211,7 +211,7 @@ def test_escape_stops_an_answer_here_and_on_the_server(page, server):
     assert page.evaluate("log.lastChild.lastChild.firstChild.data") == "stopped"
     whole = complete(server, [{"role": "user", "content": "Hello there"}], max_tokens=300, ignore_eos=True)
     assert whole.startswith(text) or text.startswith(whole)  # the latter where it took long to press Escape
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not re.search(rb"vllm:num_requests_running\S* 0.0", get(server, "/metrics")[2]):
         assert time.monotonic() < deadline
 

@@ -269,7 +269,7 @@ def test_sigterm_lets_streams_end_except_those_of_a_replica_that_hangs_and_leave
     assert sorted(map(bool, texts)) == [False, True]
     assert "".join(texts) == expected("a" if texts[0] else "b", 300)
     assert cluster.server.process.wait(60) == 0
-    assert not psutil.wait_procs([*children, *cluster.processes], timeout=30)[1]
+    assert not psutil.wait_procs([*children, *cluster.processes], timeout=60)[1]
 
 
 # Without a cluster

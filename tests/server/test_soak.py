@@ -111,6 +111,7 @@ def test_a_crowd_of_streaming_clients(model, caplog):
     port, process = watched.start(), psutil.Process()
     try:
         task = {"port": port, "seconds": SECONDS, "concurrency": NUM_CLIENTS, "seed": 1, "work": work}
+        task["at_least"] = 21  # complete and cut, though a busy machine takes longer
         task["longest_cut"] = 0.02 * NUM_CLIENTS
         client = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("soak_client.py"))],
@@ -125,7 +126,7 @@ def test_a_crowd_of_streaming_clients(model, caplog):
             memory.append(process.memory_info().rss / 2**20)
             time.sleep(min(1, SECONDS / 10))
         result = json.loads(client.stdout.read())
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while (watched.state.num_active or watched.llm.engine_thread.inboxes) and time.monotonic() < deadline:
             time.sleep(0.01)
         manager = watched.llm.engine.scheduler.block_manager
@@ -135,7 +136,7 @@ def test_a_crowd_of_streaming_clients(model, caplog):
         thread = watched.llm.engine_thread
         assert thread.num_waiting == thread.num_waiting_tokens == 0 and not thread.inboxes
         assert result["num_wrong"] == 0, result["wrong"]
-        assert result["complete"] > 20 and result["cut"] > 20
+        assert min(result["complete"], result["cut"]) >= task["at_least"]
         assert watched.steps_to_abort and max(watched.steps_to_abort) <= 2
         if SECONDS >= 60:  # allocators settle first
             half = len(memory) // 2

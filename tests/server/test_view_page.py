@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -224,10 +223,9 @@ def test_it_fits_the_screen(page, width):
     page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     page.wait_for("source === 'replay' && frames.length > 20")
     page.evaluate("setPlaying(false); seek(frames.length >> 1)")
-    time.sleep(0.2)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.wait_for(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
     nodes = "[...document.querySelectorAll('canvas, table, header > *')]"
-    assert page.evaluate(f"{nodes}.filter((node) => node.getBoundingClientRect().right > innerWidth).length") == 0
+    page.wait_for(f"{nodes}.every((node) => node.getBoundingClientRect().right <= innerWidth)")
     page.call("Emulation.clearDeviceMetricsOverride")
     page.evaluate("choose('')")
     page.wait_for("$('mode').textContent === 'live'")
