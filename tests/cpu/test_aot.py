@@ -151,14 +151,22 @@ def directory(model, cache) -> Path:
     return compiled.directory
 
 
-def test_the_compiling_process_reads_no_file_of_a_model(model, tmp_path):
+def test_the_compiling_process_reads_no_file_of_a_model_and_imports_none_of_the_current_directory(
+    model, tmp_path, monkeypatch
+):
+    for name in ("nanopage", "torch", "filelock", "hashlib"):
+        (tmp_path / f"{name}.py").write_text("open('was_run', 'w').close(); raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", str(ROOT)]))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     compiled = compiled_of(tmp_path)
-    compiled.directory = tmp_path / "made"
     pretend_to_be_made(compiled)
     (tmp_path / "config.json").unlink()
-    assert compiled._spawn().wait(300) == 0
-    assert not compiled._log.exists()
+    monkeypatch.setattr(compiled, "ready", lambda: False)
+    compiled.start()
+    assert compiled._process.wait(300) == 0, compiled._log.read_text()
+    assert not list(tmp_path.rglob("was_run")) and not compiled._log.exists()
     compiled.spec["config"] = "{}"
     assert compiled._spawn().wait(300) != 0
     assert "ValidationError" in compiled._log.read_text()
@@ -971,20 +979,6 @@ def test_a_priority_that_is_refused_does_not_matter(model, tmp_path, monkeypatch
     assert process.poll() is None
     process.kill()
     process.wait()
-
-
-def test_nothing_is_imported_from_the_current_directory(model, tmp_path, monkeypatch):
-    for name in ("nanopage", "torch", "filelock", "hashlib"):
-        (tmp_path / f"{name}.py").write_text("open('was_run', 'w').close(); raise SystemExit('imported')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", ".", str(ROOT)]))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    compiled = compiled_of(model)
-    pretend_to_be_made(compiled)
-    monkeypatch.setattr(compiled, "ready", lambda: False)
-    compiled.start()
-    assert compiled._process.wait(120) == 0, compiled._log.read_text()
-    assert not list(tmp_path.rglob("was_run"))
 
 
 def test_two_programs_do_not_compile_the_same_at_once(model, tmp_path, monkeypatch):
