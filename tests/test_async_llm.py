@@ -430,10 +430,13 @@ def test_shutdown_tells_the_readers(model):
 def test_an_idle_engine_takes_no_steps_and_no_cpu_time(llm):
     asyncio.run(final(llm, "the cat", GREEDY, "a"))
     asyncio.run(at_rest(llm))
-    steps, (switches, cpu) = [], usage(llm)
+    steps, used, deadline = [], [usage(llm)], time.monotonic() + 60
     llm.engine.listeners.append(steps.append)
-    time.sleep(0.3)
-    assert not steps and usage(llm) == (switches, cpu)
+    while len(used) < 2 or used[-1] != used[-2]:  # on a busy machine, its thread may not wait yet
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+        used.append(usage(llm))
+    assert not steps
     assert llm.engine_thread.seconds_without_progress == 0
 
 

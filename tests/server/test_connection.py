@@ -207,7 +207,7 @@ def test_the_sum_of_bodies_is_limited_and_small_ones_always_pass(monkeypatch):
         return refused, declared, passed, again
 
     for chunks in ([large, None], [large]):  # that never end, and whose calls run
-        monkeypatch.setattr(middleware, "BODY_SECONDS", 60.0 if None in chunks else 0.2)
+        monkeypatch.setattr(middleware, "BODY_SECONDS", 60.0 if None in chunks else 0.5)
         holding = asyncio.Event()
         refused, declared, passed, again = asyncio.run(crowd(chunks))
         assert (refused.status, refused.error["code"]) == (503, "too_many_bodies") and "retry-after" in refused.headers
