@@ -1,7 +1,12 @@
-"""Compiles the Triton kernels of wings for a GPU that is not there, in a process without Triton's interpreter."""
+"""What test_triton.py runs in a process without Triton's interpreter: it compiles the kernels of wings for a GPU that
+is not there, and traces the sampler around its kernel (floors.py)."""
+
+from functools import partial
+from unittest import mock
 
 import torch
 import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -9,6 +14,9 @@ from benchmarks.kernel_resources import resource_usage
 from nanopage.adapters.kernels import lora_expand_kernel, lora_shrink_kernel
 from nanopage.experts.grouped_linear import grouped_linear_kernel, grouped_options
 from nanopage.recurrent.delta_kernel import delta_kernel, kernel_sizes
+from nanopage.state.sampling_table import SamplingTable
+from nanopage.worker import jit
+from nanopage.worker.cuda_graphs import make_sample_all
 
 KIB = 1024
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -65,3 +73,29 @@ def compile_delta_rule(target):
         made = triton.compile(ASTSource(delta_kernel, types, constants), target=target, options=options)
         usage = resource_usage(made.asm["cubin"])
         assert made.metadata.shared <= 48 * KIB and int(usage["STACK"]) == 0, usage
+
+
+def trace_the_sampler() -> None:
+    """The compiler sees one graph around the kernel of truncation, for any number of rows.
+
+    Raises: AssertionError if it sees others: not one for each of two types, of one row and of several.
+    """
+    graphs, cpu = [], torch.device("cpu")
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)), FakeTensorMode():
+        sample_all = make_sample_all(jit.compile_afresh)
+        table = SamplingTable(9, 300, cpu)
+        jit.warm_up_sampling(sample_all, table, torch.bfloat16, cpu)
+        with torch.compiler.set_stance("fail_on_recompile"), torch.inference_mode():
+            for size in (1, 2, 9):
+                for dtype in (torch.bfloat16, torch.float32):
+                    rows, positions = torch.empty(2, size, dtype=torch.int64)
+                    logits = torch.empty(size, 300, dtype=dtype)
+                    tokens = sample_all(logits, rows, positions, table.temperature, table.seed, table.limits)
+                    assert tokens.shape == (size,) and tokens.dtype == torch.int64
+    seen = [[str(node.target) for node in graph.graph.nodes if "nanopage" in str(node.target)] for graph in graphs]
+    assert seen == [["nanopage.find_floors.default"]] * 4, seen

@@ -1,11 +1,7 @@
 """The kernel that searches the floor of truncation, in Triton's interpreter where there is no GPU: against a sort in
 float64, and the tokens that are sampled with it against those of a CPU."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,44 +215,6 @@ def test_truncated_rows_take_one_launch_for_all_as_untruncated_ones_do(monkeypat
         counts.append(operations.count)
     assert launched == [(2,), (2,), (8,)]
     assert len(set(counts)) == 1
-
-
-TRACED = """
-import torch
-from functools import partial
-from torch._subclasses.fake_tensor import FakeTensorMode
-from nanopage.worker import jit
-from nanopage.worker.cuda_graphs import make_sample_all
-from nanopage.state.sampling_table import SamplingTable
-
-graphs = []
-def backend(graph, inputs):
-    graphs.append(graph)
-    return graph.forward
-
-torch.compile = partial(torch.compile, backend=backend)
-sample_all = make_sample_all(jit.compile_afresh)
-with FakeTensorMode():
-    table = SamplingTable(9, 300, torch.device("cpu"))
-    jit.warm_up_sampling(sample_all, table, torch.bfloat16, torch.device("cpu"))
-    with torch.compiler.set_stance("fail_on_recompile"), torch.inference_mode():
-        for size in (1, 2, 9):
-            for dtype in (torch.bfloat16, torch.float32):
-                rows, positions = torch.empty(2, size, dtype=torch.int64)
-                logits = torch.empty(size, 300, dtype=dtype)
-                tokens = sample_all(logits, rows, positions, table.temperature, table.seed, table.limits)
-                assert tokens.shape == (size,) and tokens.dtype == torch.int64
-for graph in graphs:
-    print(*[node.target for node in graph.graph.nodes if "nanopage" in str(node.target)])
-"""
-
-
-def test_the_compiler_sees_one_graph_around_the_kernel_for_any_number_of_rows():
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["PYTHONPATH"] = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", TRACED], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["nanopage.find_floors.default"] * 4  # two types, one row and several
 
 
 @pytest.mark.gpu

@@ -303,10 +303,11 @@ for kernel in KEEPING:
 """
 WINGS = """
 import sys
-from tests.kernels.ahead_of_time import compile_wings
+from tests.kernels.ahead_of_time import compile_wings, trace_the_sampler
 
 if sys.argv[2] in ("80", "90"):
     compile_wings(int(sys.argv[2]))
+trace_the_sampler()
 """
 COMPILE = "import runpy; runpy.run_module('benchmarks.kernel_resources', run_name='__main__', alter_sys=True)"
 
@@ -314,7 +315,7 @@ COMPILE = "import runpy; runpy.run_module('benchmarks.kernel_resources', run_nam
 @pytest.mark.parametrize("architecture", [75, 80, 90, 100] if ALL_KERNELS else [90])
 def test_what_the_engine_launches_compiles_ahead_of_time(architecture):
     """Each kernel in each dtype for an H100; all specializations for every architecture with NANOPAGE_ALL_KERNELS=1.
-    One process does it all, those of wings included: to start it takes as long as to compile most of them."""
+    One process does it all, wings and the sampler included: to start one takes as long as to compile most of them."""
     which = "every" if ALL_KERNELS else "few"
     done = without_interpreter("-c", OLDEST_WITH_FP8 + WINGS + COMPILE, which, str(architecture), "--json")
     assert done.returncode == 0, done.stderr
