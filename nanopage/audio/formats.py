@@ -1,16 +1,22 @@
-"""Transcripts as text, as subtitles (SRT, WebVTT), and as the JSON of OpenAI's API."""
+"""Transcripts as text, as subtitles (SRT, WebVTT), and as the JSON of OpenAI's API.
+
+If the options ask for words, subtitles have a cue for each word, and JSON has a list of words.
+"""
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from nanopage.audio.languages import LANGUAGES
 from nanopage.audio.transcription import Segment, Transcription
+from nanopage.audio.words import Word
 
 
 def as_json(job: Transcription) -> dict:
-    """The reply of /v1/audio/transcriptions without any details."""
-    return {"text": job.text, "usage": {"type": "duration", "seconds": math.ceil(job.sound.seconds)}}
+    """The reply of /v1/audio/transcriptions without any details but words."""
+    words = [{"word": text.strip(), "start": start, "end": end} for text, start, end in _words(job)]
+    usage = {"type": "duration", "seconds": math.ceil(job.sound.seconds)}
+    return {"text": job.text, "usage": usage} | ({"words": words} if job.options.words else {})
 
 
 def as_verbose_json(job: Transcription) -> dict:
@@ -39,25 +45,23 @@ def _segment(segment: Segment) -> dict:
     }
 
 
+def _words(job: Transcription) -> Iterator[Word]:
+    return (word for segment in job.segments for word in segment.words)
+
+
+def _cues(job: Transcription, point: str) -> Iterator[tuple[str, str]]:
+    """The times of each cue, and its text, which cannot be taken for the times of another."""
+    for cue in _words(job) if job.options.words else job.segments:
+        text = " ".join(cue.text.split()).replace("-->", "->")
+        yield f"{_time(cue.start, point)} --> {_time(cue.end, point)}", text
+
+
 def as_srt(job: Transcription) -> str:
-    cues = [
-        f"{number}\n{_time(segment.start, ',')} --> {_time(segment.end, ',')}\n{_line(segment)}\n"
-        for number, segment in enumerate(job.segments, 1)
-    ]
-    return "\n".join(cues)
+    return "\n".join(f"{number}\n{times}\n{text}\n" for number, (times, text) in enumerate(_cues(job, ","), 1))
 
 
 def as_vtt(job: Transcription) -> str:
-    cues = [
-        f"{_time(segment.start, '.')} --> {_time(segment.end, '.')}\n{_escaped(_line(segment))}\n"
-        for segment in job.segments
-    ]
-    return "\n".join(["WEBVTT\n", *cues])
-
-
-def _line(segment: Segment) -> str:
-    """The text of a cue, which cannot be taken for the times of another."""
-    return " ".join(segment.text.split()).replace("-->", "->")
+    return "\n".join(["WEBVTT\n", *(f"{times}\n{_escaped(text)}\n" for times, text in _cues(job, "."))])
 
 
 def _escaped(text: str) -> str:

@@ -15,6 +15,7 @@ HOP = 160  # samples from one frame to the next
 FFT = 400  # samples of a frame
 NUM_TIMESTAMPS = 1501  # tokens for the times from 0 to 30 seconds, the last of a vocabulary
 SECONDS_PER_TIMESTAMP = 0.02
+SAMPLES_PER_TIMESTAMP = 320
 
 
 def log_mel(samples: np.ndarray, num_mel_bins: int = 80) -> np.ndarray:

@@ -82,7 +82,7 @@ def read_speech_tokens(engine: "LLMEngine") -> SpeechTokens:
 
     if find("<|notimestamps|>") + 1 + NUM_TIMESTAMPS != config.vocab_size:
         raise ValueError(f"vocab_size={config.vocab_size}: {NUM_TIMESTAMPS} timestamps should follow <|notimestamps|>")
-    fields = _generation_fields(path)
+    fields = generation_fields(path)
     multilingual = fields.get("is_multilingual", config.vocab_size >= 51_865)
     return SpeechTokens(
         config.vocab_size,
@@ -96,7 +96,7 @@ def read_speech_tokens(engine: "LLMEngine") -> SpeechTokens:
     )
 
 
-def _generation_fields(path: Path) -> dict:
+def generation_fields(path: Path) -> dict:
     """Fields of generation_config.json, and of config.json, which had them before."""
     files = [path / name for name in ("config.json", "generation_config.json")]
     return {name: value for file in files if exists(file) for name, value in read_json(file).items()}

@@ -11,14 +11,15 @@ import math
 import uuid
 import zlib
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanopage.audio.files import MIN_SECONDS, Sound
-from nanopage.audio.mel import SAMPLING_RATE, SECONDS_PER_TIMESTAMP
+from nanopage.audio.mel import SAMPLES_PER_TIMESTAMP, SAMPLING_RATE, SECONDS_PER_TIMESTAMP
 from nanopage.audio.rules import TASKS, SpeechTokens, TranscriptRules, rules_for
+from nanopage.audio.words import Aligner, Word
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import RequestOutputKind, SamplingParams
 
@@ -32,7 +33,6 @@ TEMPERATURE_STEP = 0.2  # from attempt to attempt, up to 1
 MAX_TEMPERATURE_OF_CONTEXT = 0.5  # the text of a hotter attempt is no context for the next window
 SILENCE = 1e-4  # the largest amplitude of a window without any sound: less than 16 bits can tell from noise
 NUM_LISTED = 20  # top log-probabilities at the first position, in which <|nospeech|> is looked for
-SAMPLES_PER_TIMESTAMP = round(SAMPLING_RATE * SECONDS_PER_TIMESTAMP)
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Options:
     prompt: text that might precede the sound: names, spelling, style.
     temperature: of the first attempt at a window, in [0, 1].
     uses_context: whether the prompt of a window has the text of the windows before.
+    words: whether to find when each word is said.
     """
 
     language: str | None = None
@@ -51,6 +52,7 @@ class Options:
     prompt: str = ""
     temperature: float = 0.0
     uses_context: bool = True
+    words: bool = False
 
     def __post_init__(self):
         if not 0 <= self.temperature <= 1:
@@ -68,6 +70,7 @@ class Segment:
     tokens: with the timestamps around the text.
     temperature, avg_logprob, compression_ratio, no_speech_prob: of the window's text. no_speech_prob is 0 if
         <|nospeech|> is not among the 20 likeliest tokens.
+    words: all words of the text, within its time, if the options ask for them.
     """
 
     index: int
@@ -80,6 +83,7 @@ class Segment:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
+    words: tuple[Word, ...] = ()
 
 
 @dataclass
@@ -117,7 +121,7 @@ class Transcription:
         tokens: of the model.
         salt: keeps cached prefixes apart (see `Prompt` in inputs.py).
 
-    Raises: ValueError for options that the model does not have.
+    Raises: ValueError for options that the model does not have; with `words`, as `Aligner`.
     """
 
     llm: "AsyncLLM"
@@ -131,7 +135,7 @@ class Transcription:
         options = self.options
         rules_for(self.tokens, options.language, options.task)
         self.language = options.language or (None if self.tokens.languages else "en")
-        self.position = 0.0
+        self.position, self.aligner = 0.0, Aligner(self.llm, self.tokens) if options.words else None
         assert self.llm.engine.tokenizer is not None
         before = self.llm.engine.tokenizer.encode(f" {text}", False) if (text := options.prompt.strip()) else []
         self._context = [token_id for token_id in before if token_id < self.tokens.end]  # special tokens are none of it
@@ -150,6 +154,7 @@ class Transcription:
                 break
             attempt = None if np.abs(samples).max() < SILENCE else await self._decode(samples)
             found, done = ([], len(samples)) if attempt is None else self._read(attempt, start, len(samples))
+            found = await self._with_words(found, samples)
             self.segments += found
             start += done
             self.position = start / SAMPLING_RATE
@@ -230,6 +235,21 @@ class Transcription:
         else:
             self._context += [token_id for segment in segments for token_id in segment.tokens]
         return segments, done
+
+    async def _with_words(self, segments: list[Segment], samples: np.ndarray) -> list[Segment]:
+        """The segments of a window with their words. A word is not said before its segment begins, nor after it ends:
+        the path through a window begins with its first word, also where the window begins with silence."""
+        if self.aligner is None or not segments:
+            return segments
+        said = [[token_id for token_id in segment.tokens if token_id < self.tokens.end] for segment in segments]
+        found = await self.aligner.find(samples, said, self.language or "en", self.options.task)
+
+        def within(segment: Segment, word: Word) -> Word:
+            times = (min(max(segment.window + time, segment.start), segment.end) for time in (word.start, word.end))
+            return Word(word.text, *(round(time, 2) for time in times))
+
+        pairs = zip(segments, found, strict=True)
+        return [replace(segment, words=tuple(within(segment, word) for word in words)) for segment, words in pairs]
 
     def _decode_text(self, token_ids: list[int]) -> str:
         text = [token_id for token_id in token_ids if token_id < self.tokens.end]

@@ -86,6 +86,7 @@ MAX_SIZES = {
     "decoder_ffn_dim": 2**20,
     "num_mel_bins": 2**10,
     "max_source_positions": 2**16,
+    "median_filter_width": 1499,
     "max_target_positions": 2**16,
     "n_positions": 2**16,
     "d_ff": 2**20,

@@ -64,7 +64,10 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         "num_heads": fields.size("encoder_attention_heads", 6),
         "intermediate_size": fields.size("encoder_ffn_dim", 1536),
         "num_mel_bins": fields.size("num_mel_bins", 80),
+        "median_filter_width": fields.size("median_filter_width", 7),  # of audio/words.py
     }
+    if not encoder["median_filter_width"] % 2:
+        raise fields.error("median_filter_width", f"must be odd, got {encoder['median_filter_width']}")
     for name, heads in (("decoder", num_heads), ("encoder", encoder["num_heads"])):
         if hidden_size % heads:
             raise fields.error("d_model", f"{hidden_size} is not a multiple of {name}_attention_heads={heads}")
@@ -99,8 +102,37 @@ def rename(name: str, config: ModelConfig) -> str:
     return f"model.layers.{2 * int(match[1]) + 1}{name[match.end(1) :]}"
 
 
+class WhisperDecoder(Decoder):
+    @torch.inference_mode()
+    def attention_to_sound(self, encoded: Tensor, token_ids: list[int], heads: list[tuple[int, int]]) -> Tensor:
+        """How much each token attends to each position of the encoder (audio/words.py). One pass over all tokens, in
+        plain PyTorch, which neither reads nor writes the KV cache.
+
+        Args:
+            encoded: [POSITIONS, hidden_size], the encoder's output.
+            heads: (layer of the decoder, head of its cross-attention), counted as in checkpoints.
+
+        Returns: float32 at least, [len(heads), T, POSITIONS], after the softmax.
+        """
+        ids = torch.tensor(token_ids, device=encoded.device)
+        x, seen = self.embed(ids, torch.arange(len(ids), device=ids.device)), list[Tensor]()
+        exact = torch.promote_types(x.dtype, torch.float32)
+        layers: Any = self.layers
+        for layer in layers:
+            if isinstance(layer, CrossLayer):
+                q, (k, v) = layer.before(x, x, x), layer.self_attn.keys_and_values(encoded)
+                q, k, v = (part.to(exact).transpose(0, 1) for part in (q, k, v))
+                seen.append((q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1))
+                attended = seen[-1] @ v
+            else:
+                q, k, v = (part.transpose(0, 1)[None] for part in layer.before(x, x, x))
+                attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)[0]
+            x = layer.after(x, attended.transpose(0, 1).to(x.dtype))
+        return torch.stack([seen[index][head] for index, head in heads])
+
+
 def make_model(config: ModelConfig) -> Decoder:
-    decoder: Any = Decoder(config, [make_layer(config, index) for index in range(config.num_layers)])
+    decoder: Any = WhisperDecoder(config, [make_layer(config, index) for index in range(config.num_layers)])
     decoder.norm = make_layer_norm(config)
     decoder.embed_positions = Embedding(config.max_position_embeddings, config.hidden_size)
     decoder.encoders = nn.ModuleDict({"audio": AudioEncoder(config)})

@@ -99,6 +99,10 @@ class Form:
             raise ApiError(400, "stream must be true or false", param="stream")
         return value == "true"
 
+    @property
+    def granularities(self) -> set[str]:
+        return {*(self.fields.get(GRANULARITIES) or self.fields.get(GRANULARITIES[:-2]) or [])}
+
     def response_format(self) -> str:
         """Also checks what depends on it."""
         wanted = self.get("response_format", "json")
@@ -106,19 +110,17 @@ class Form:
             raise ApiError(400, f"response_format must be one of {', '.join(FORMATS)}", param="response_format")
         if self.streams and wanted not in ("json", "text"):
             raise ApiError(400, f"stream=true has events of text: there are none in {wanted}", param="stream")
-        asked = self.fields.get(GRANULARITIES) or self.fields.get(GRANULARITIES[:-2]) or []
-        if not {*asked} <= {"word", "segment"}:
-            raise ApiError(400, f"{GRANULARITIES} must be segment", param=GRANULARITIES)
-        if "word" in asked:
-            raise unsupported(GRANULARITIES, "words have no timestamps: use segment")
-        if asked and wanted != "verbose_json":
+        if not self.granularities <= {"word", "segment"}:
+            raise ApiError(400, f"{GRANULARITIES} must be word or segment", param=GRANULARITIES)
+        if self.granularities and wanted != "verbose_json":
             raise ApiError(400, f"{GRANULARITIES} needs response_format=verbose_json", param=GRANULARITIES)
         return wanted
 
     def options(self, task: str) -> Options:
         try:
             language = language_code(self.get("language")) if self.get("language") else None
-            return Options(language, task, self.get("prompt"), float(self.get("temperature", "0")))
+            temperature, words = float(self.get("temperature", "0")), "word" in self.granularities
+            return Options(language, task, self.get("prompt"), temperature, words=words)
         except ValueError as error:
             if str(error).startswith("could not convert"):
                 raise ApiError(400, "temperature must be a number", param="temperature") from None
@@ -173,10 +175,11 @@ def _text(value: bytes | None, name: str) -> str:
 
 @dataclass
 class Call:
-    """A call that has been checked: its file is open."""
+    """A call that has been checked: its file is open. only_words: the reply has words, and no segments."""
 
     job: Transcription
     response_format: str
+    only_words: bool
     streams: bool
     ignored: list[str]
 
@@ -207,7 +210,7 @@ def _open(state: ServerState, llm: AsyncLLM, request: Request, body: bytes) -> C
             raise invalid(error, ("language", "prompt")) from None
     except AudioError as error:
         raise _bad_file(error) from None
-    return Call(job, response_format, streams, form.ignored[:50])
+    return Call(job, response_format, form.granularities == {"word"}, streams, form.ignored[:50])
 
 
 def _not_served(message: str) -> ApiError:
@@ -249,8 +252,10 @@ async def _transcribe(state: ServerState, request: Request) -> Response:
     try:
         await unless_gone(request, _finish(job))
         if call.response_format in ("json", "verbose_json"):
-            make = as_json if call.response_format == "json" else as_verbose_json
-            return json_response(make(job), headers=headers)
+            made = as_json(job) if call.response_format == "json" else as_verbose_json(job)
+            if call.only_words:
+                del made["segments"]
+            return json_response(made, headers=headers)
         return PlainTextResponse(FORMATS[call.response_format][1](job), headers=headers)
     except BaseException as error:
         how = GONE if isinstance(error, ClientGoneError) else f"ended by {type(error).__name__}"

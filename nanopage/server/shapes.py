@@ -237,6 +237,12 @@ class TranscriptSegment(BaseModel):
     no_speech_prob: float
 
 
+class TranscriptWord(BaseModel):
+    word: str
+    start: float
+    end: float
+
+
 class TranscriptReply(BaseModel):
     text: str
     usage: SoundUsage
@@ -244,6 +250,7 @@ class TranscriptReply(BaseModel):
     language: str = ""
     duration: float = 0.0
     segments: list[TranscriptSegment] = []
+    words: list[TranscriptWord] = Field([], description="With timestamp_granularities[]=word.")
 
 
 class TranscriptEvent(BaseModel):

@@ -50,6 +50,9 @@ def transcribe(
     prompt: Annotated[str, typer.Option(help="What might come before: names, spelling, style.")] = "",
     temperature: Annotated[float, typer.Option(help="Of the first attempt at 30 seconds, from 0 to 1.")] = 0.0,
     context: Annotated[bool, typer.Option(help="Go on from the text of the 30 seconds before.")] = True,
+    words: Annotated[
+        bool, typer.Option("--word-timestamps", help="When each word is said: in JSON, or as subtitles of words.")
+    ] = False,
     output_format: Annotated[Format, typer.Option("--output-format", "-f", help="What to write.")] = Format.text,
     output_dir: Annotated[
         Path | None, typer.Option("--output-dir", "-o", help="Write a file there for each sound [default: stdout].")
@@ -72,7 +75,9 @@ def transcribe(
         import_libraries()
         try:
             code = None if language is None else language_code(language)
-            options = Options(code, task.value, decoded(prompt, "--prompt"), temperature, context)
+            options = Options(code, task.value, decoded(prompt, "--prompt"), temperature, context, words)
+            if words and output_format is Format.text:
+                raise ValueError("--word-timestamps needs --output-format srt, vtt, json or verbose_json")
             targets = _targets(files, output_format.value, output_dir)
         except ValueError as error:
             refuse(str(error))
@@ -141,9 +146,12 @@ class Jobs:
     async def run(self, llm: "AsyncLLM") -> None:
         """Transcribe all files. Those that fail are counted."""
         from nanopage.audio.rules import read_speech_tokens, rules_for
+        from nanopage.audio.words import Aligner
 
         tokens, slots = read_speech_tokens(llm.engine), asyncio.Semaphore(FILES_AT_ONCE)
         rules_for(tokens, self.options.language, self.options.task)  # what is wrong for all is said once
+        if self.options.words:
+            Aligner(llm, tokens)
         self._waiting, several = list(self.targets), len(self.targets) > 1
         columns = (TextColumn("{task.description}"), BarColumn(), _Done(), TimeElapsedColumn())
         with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:

@@ -4,11 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from speech import END, IDS, ScriptedLLM, encoded, sound, write_whisper
+from speech import END, IDS, FakeAligner, ScriptedLLM, encoded, sound, write_whisper
 from typer.testing import CliRunner
 
 from nanopage.__main__ import app
 from nanopage.aio.async_llm import AsyncLLM
+from nanopage.audio import transcription, words
 from nanopage.audio.formats import FORMATS
 
 BEGIN, EN, TASK = IDS["<|0.00|>"], IDS["<|en|>"], IDS["<|transcribe|>"]
@@ -66,6 +67,17 @@ def test_each_format_is_written_to_a_directory(run, tmp_path):
     assert made["segments"][1].items() >= (second | {"temperature": 0, "avg_logprob": -0.5}).items()
 
 
+def test_words_are_cues_and_a_list_in_json(run, monkeypatch):
+    """A time is moved into that of the segment, which says more about silence."""
+    monkeypatch.setattr(words, "Aligner", FakeAligner)
+    monkeypatch.setattr(transcription, "Aligner", FakeAligner)
+    found = [{"word": "aa", "start": 0, "end": 0.5}, {"word": "bb", "start": 2, "end": 2}]
+    for name in ("json", "verbose_json"):
+        assert json.loads(run("a.wav", "--word-timestamps", "-f", name)[0].stdout)["words"] == found
+    srt = run("a.wav", "--word-timestamps", "-f", "srt")[0].stdout
+    assert srt.startswith("1\n00:00:00,000 --> 00:00:00,500\naa\n")
+
+
 def test_subtitles_cannot_be_broken_by_what_is_said(run, directory):
     _, llm = run("a.wav")
     ids = llm.engine.tokenizer.encode("<b>-->&", False)
@@ -78,6 +90,7 @@ def test_subtitles_cannot_be_broken_by_what_is_said(run, directory):
     ("arguments", "message"),
     [
         (["a.wav", "b.flac", "-f", "srt"], "needs --output-dir"),
+        (["a.wav", "--word-timestamps"], "--word-timestamps needs --output-format"),
         (["a.wav", "--language", "klingon"], "'klingon' is not one of Whisper's"),
         (["a.wav", "--temperature", "2"], "temperature=2.0"),
         (["a.wav", "sub/a.wav", "-o", "made"], "2 files would be written to made/a.txt"),

@@ -95,6 +95,7 @@ OTHER_SIZES = (
     *("encoder_ffn_dim", "decoder_ffn_dim", "num_mel_bins", "max_source_positions", "max_target_positions"),
     *("n_positions", "d_ff", "d_kv", "num_layers", "num_decoder_layers"),  # tests/models has them
     *("relative_attention_num_buckets", "relative_attention_max_distance"),
+    "median_filter_width",
     *("image_size", "patch_size", "scale_factor", "longest_edge", "mm_tokens_per_image"),  # tests/vision has them
     *("depth", "embed_dim", "mlp_ratio", "spatial_merge_size", "temporal_patch_size", "window_size"),  # and these
     *("global_head_dim", "num_global_key_value_heads", "num_kv_shared_layers", "top_k_experts"),

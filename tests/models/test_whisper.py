@@ -192,6 +192,7 @@ def test_completions_and_beams_share_the_sound_of_their_prompt(model):
 SIZES = (
     *("d_model", "encoder_layers", "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim"),
     *("decoder_ffn_dim", "num_mel_bins", "max_source_positions", "max_target_positions"),
+    "median_filter_width",
 )
 SOUND = (np.zeros(16000, np.float32), 16000)
 
@@ -253,6 +254,7 @@ def test_options_that_do_not_fit_are_refused_by_name(model, options, named, monk
         ({"encoder_attention_heads": 7}, "d_model 64 is not a multiple of encoder_attention_heads=7"),
         ({"num_mel_bins": 81}, "num_mel_bins 81 is not supported; supported: 80, 128"),
         ({"max_source_positions": 750}, "max_source_positions 750 is not supported; supported: 1500"),
+        ({"median_filter_width": 6}, "median_filter_width must be odd, got 6"),
         ({"activation_function": "tanh"}, "activation_function 'tanh' is not supported"),
         ({"decoder_layers": 2**9 + 1}, "decoder_layers must be at most 512"),
         *(({name: 10**9}, f"{name} must be at most {MAX_SIZES[name]:,}") for name in SIZES),

@@ -10,9 +10,9 @@ import openai
 import pytest
 from asgi import call
 from openai.types.audio import Transcription, TranscriptionVerbose
-from speech import END, IDS, ScriptedLLM, encoded, sound, write_whisper
+from speech import END, IDS, FakeAligner, ScriptedLLM, encoded, sound, write_whisper
 
-from nanopage.audio import rules
+from nanopage.audio import rules, transcription
 from nanopage.server.app import create_app
 from nanopage.server.state import ServerState
 
@@ -60,7 +60,9 @@ def post(app, path=TRANSCRIPTIONS, content_type="multipart/form-data; boundary=x
     return asyncio.run(call(app, "POST", path, form(**fields), {"content-type": content_type}, leave_when))
 
 
-def test_the_openai_sdk_transcribes(app, llm):
+def test_the_openai_sdk_transcribes(app, llm, monkeypatch):
+    monkeypatch.setattr(transcription, "Aligner", FakeAligner)
+
     async def create(kind, **fields):
         library = importlib.import_module(openai.DefaultAsyncHttpxClient.__base__.__module__.split(".")[0])
         transport = library.ASGITransport(app=app)
@@ -86,6 +88,12 @@ def test_the_openai_sdk_transcribes(app, llm):
         (2, 29.8, " bb"),
         (29.8, 31.8, " bb"),
     ]
+    for asked in (["word"], ["word", "segment"]):
+        both = ask(response_format="verbose_json", timestamp_granularities=asked)
+        TranscriptionVerbose.model_validate(both.model_dump(exclude_none=True), strict=True)
+        times = [(part.word, part.start, part.end) for part in both.words]
+        assert times == [("aa", 0, 0.5), ("bb", 2, 2), ("bb", 29.8, 30.3)]
+        assert bool(both.segments) == ("segment" in asked)
     assert ask(response_format="text") == "aa bb bb\n"
     assert ask(response_format="srt").splitlines()[:3] == ["1", "00:00:00,000 --> 00:00:02,000", "aa"]
     assert ask(response_format="vtt").startswith("WEBVTT\n\n00:00:00.000 --> 00:00:02.000\naa\n")
@@ -127,7 +135,7 @@ def test_replies_are_what_openapi_json_says(app, llm):
         ({"stream": "true", "response_format": "srt"}, "stream"),
         ({"response_format": "diarized_json"}, "response_format"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities[]"),
-        ({"timestamp_granularities[]": "word", "response_format": "verbose_json"}, "timestamp_granularities[]"),
+        ({"timestamp_granularities[]": "word", "response_format": "json"}, "timestamp_granularities[]"),
         ({"timestamp_granularities[]": "page", "response_format": "verbose_json"}, "timestamp_granularities[]"),
         ({"include[]": "logprobs"}, "include[]"),
         ({"include": "logprobs"}, "include"),
@@ -196,7 +204,7 @@ def test_metrics_and_salts(app, llm, state):
 
 
 def test_models_and_endpoints_that_do_not_fit_are_named(app, llm, monkeypatch):
-    monkeypatch.setattr(rules, "_generation_fields", lambda path: {"is_multilingual": False})
+    monkeypatch.setattr(rules, "generation_fields", lambda path: {"is_multilingual": False})
     reply = post(app, TRANSLATIONS)
     assert (reply.status, reply.error["code"]) == (404, "not_served") and "English alone" in reply.error["message"]
     assert post(app, language="de").error["param"] == "language"
