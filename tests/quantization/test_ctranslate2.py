@@ -1,6 +1,7 @@
 """Whisper in CTranslate2's format: the tensors of transformers, and files that are broken."""
 
 import json
+import shutil
 import struct
 
 import numpy as np
@@ -9,7 +10,15 @@ from helpers import tiny_whisper
 from safetensors.torch import load_file
 from transformers import WhisperForConditionalGeneration
 
-from nanopage.quantization.ctranslate2 import DTYPES, KINDS, LAYERS, PLACES, convert_whisper, read_variables
+from nanopage.quantization.ctranslate2 import (
+    DTYPES,
+    KINDS,
+    LAYERS,
+    PLACES,
+    convert_whisper,
+    read_variables,
+    whisper_tensors,
+)
 from nanopage.weights import hub, loader
 
 SETTINGS = {"decoder/num_heads": (4, "<i2"), "encoder/num_heads": (2, "<i2"), "decoder/activation": (3, "<i1")}
@@ -80,6 +89,27 @@ def test_the_directory_has_the_tensors_and_sizes_of_the_model(made, tmp_path):
     assert read.generation_config.no_timestamps_token_id == 292
 
 
+def test_matrices_of_int8_are_divided_by_their_scales(made, tmp_path):
+    """As CTranslate2's converter rounds them: matrices and convolutions, but no biases, norms and positions."""
+    floats, variables = variables_of(made[1]), {}
+    for name, array in floats.items():
+        variables[name] = array
+        if array.ndim > 1 and name.endswith("weight"):
+            most = np.abs(array.reshape(len(array), -1)).max(1)
+            scales = (127 / np.where(most == 0, 127, most)).astype("<f4")
+            shape = (-1,) + (1,) * (array.ndim - 1)
+            variables[name] = np.rint(array * scales.reshape(shape)).astype("<i1")
+            variables[f"{name}_scale"] = scales
+    (tmp_path / "model.bin").write_bytes(model_bin(variables))
+    (tmp_path / "float.bin").write_bytes(model_bin(floats))
+    read, exact = whisper_tensors(tmp_path / "model.bin"), whisper_tensors(tmp_path / "float.bin")
+    assert read[1] == exact[1] and read[0].keys() == exact[0].keys()
+    for name, tensor in exact[0].items():
+        assert read[0][name].dtype == np.float16, name
+        error = np.abs(read[0][name].astype(np.float32) - tensor).max() / np.abs(tensor).max()
+        assert error < 1 / 230 if tensor.ndim > 1 and "positions" not in name else error == 0, name
+
+
 def test_a_file_that_ends_early_is_an_error_wherever_it_ends(made, tmp_path):
     data, file = (made[0] / "model.bin").read_bytes(), tmp_path / "model.bin"
     for length in [*range(60), *range(60, len(data) - 200, len(data) // 50)]:
@@ -101,7 +131,7 @@ def test_a_file_that_ends_early_is_an_error_wherever_it_ends(made, tmp_path):
         (text("a") + struct.pack("<B255I", 255, *[2**32 - 1] * 255), "variable 'a' has 255 dimensions"),
         (text("a") + struct.pack("<B8IBI", 8, *[2**32 - 1] * 8, 0, 64), "but 64 bytes"),
         (text("a") + struct.pack("<BIBI", 1, 2**30 - 1, 0, 2**32 - 4), "it ends within variable 'a'"),
-        (text("a") + struct.pack("<BIBI", 1, 1, 9, 4), "variable 'a' has the type 9"),
+        (text("a") + struct.pack("<BIBI", 1, 1, 5, 4), "variable 'a' has the type bfloat16"),
         (variable("a", np.zeros(2, "<f4")) * 2, "variable 'a' occurs twice"),
     ],
     ids=str,
@@ -119,7 +149,22 @@ def test_what_a_file_may_not_say(tmp_path, data, words):
     [
         ({"decoder/activation": np.array(0, "<i1")}, "'decoder/activation' is 0, and Whisper's is 3"),
         ({"decoder/extra/weight": np.zeros((2, 2), "<f2")}, "'decoder/extra/weight' is not part of Whisper"),
-        ({"decoder/embeddings/weight": np.zeros((2, 2), "<i1")}, "is quantized .*to float16"),
+        (
+            {"decoder/embeddings/weight": np.zeros((2, 2), "<i2")},
+            "weight' is int16; supported: float32, float16",
+        ),
+        (
+            {"decoder/embeddings/weight": np.zeros((2, 2), "<i1")},
+            "is int8; supported: .* with a scale for each row",
+        ),
+        ({"decoder/embeddings/weight_scale": np.ones(2, "<f4")}, "'decoder/embeddings/weight_scale' is not part"),
+        (
+            {
+                "decoder/embeddings/weight": np.zeros((2, 2), "<i1"),
+                "decoder/embeddings/weight_scale": np.zeros(2, "<f4"),
+            },
+            "has scales that are not above 0",
+        ),
         ({"encoder/layer_0/self_attention/linear_0/bias": np.zeros(4, "<f2")}, r"has the shape \[4\]"),
         ({"decoder/embeddings/weight": np.zeros(4, "<f2")}, "too few dimensions"),
         ({"decoder/num_heads": None}, "lacks 'decoder'"),
@@ -147,3 +192,23 @@ def test_the_name_of_a_model_that_a_wheel_carries_is_its_converted_directory(mad
     assert loader.read_config(directory).num_layers == 4
     monkeypatch.setattr(hub, "_download", None)
     assert hub.resolve("whisper-tiny.en") == directory
+
+
+def test_a_directory_in_this_format_is_a_model(made, tmp_path, monkeypatch):
+    """It is converted on first use, and again when a file in it has changed. What config.json lacks is left out."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "faster-whisper-tiny"
+    shutil.copytree(made[0], source)
+    (source / "config.json").write_text("{}")
+    directory = hub.resolve(str(source))
+    assert directory.parent == tmp_path / "nanopage" / "models" and hub.name_of(str(source)) == source.name
+    assert loader.read_config(directory).num_layers == 4 and hub.find_damage(directory) is None
+    assert "alignment_heads" not in json.loads((directory / "generation_config.json").read_text())
+    (source / "config.json").write_bytes((made[0] / "config.json").read_bytes())
+    again = hub.resolve(str(source))
+    assert again != directory
+    monkeypatch.setattr(hub, "_make", None)
+    assert hub.resolve(str(source)) == again
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"faster-whisper-tiny/tokenizer\.json"):
+        hub.resolve(str(source))
