@@ -13,9 +13,11 @@ from nanopage import LLM, BeamSearchParams, SamplingParams
 from nanopage.audio.mel import log_mel
 from nanopage.checks.fields import MAX_SIZES
 from nanopage.cpu import aot, aot_chain, aot_compile
+from nanopage.cpu.tiled import TiledWeight
 from nanopage.items.encoded import WriteEncoded
 from nanopage.items.items import make_item
 from nanopage.items.rows import ItemRows
+from nanopage.layers.linear import Linear
 from nanopage.reading.config import config_from_dict
 from nanopage.weights import loader
 
@@ -228,6 +230,22 @@ def test_text_gets_no_special_tokens_and_silence_is_a_sound(llm):
     (output,) = llm.generate({"prompt": "ab", "multi_modal_data": {"audio": SOUND}}, SamplingParams(max_tokens=2))
     assert output.prompt_token_ids == llm.get_tokenizer().encode("ab", add_special_tokens=False)
     assert len(output.outputs[0].token_ids) >= 1
+
+
+def test_int8_rounds_every_linear_layer_of_encoder_and_decoder(model):
+    """Nothing else: convolutions, norms and positions stay floats."""
+    directory, prompts, _ = model
+    exact = loader.load_model(directory, loader.read_config(directory), torch.float32, CPU).encoders["audio"]
+    llm = LLM(str(directory), quantization="int8", dtype="float32", enforce_eager=True)
+    rounded = llm.engine.executor.worker.model
+    layers = {name: layer for name, layer in rounded.named_modules() if isinstance(layer, Linear)}
+    assert all(isinstance(layer.weight, TiledWeight) for layer in layers.values())
+    assert sum(name.startswith("encoders.audio.layers.") for name in layers) == 2 * 4
+    payload = {"spectrogram": torch.from_numpy(log_mel(sounds(1)[0]))}
+    wanted, got = exact(payload), rounded.encoders["audio"](payload)
+    assert 0 < (got - wanted).norm() / wanted.norm() < 0.05
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert all(len(output.outputs[0].token_ids) == 8 for output in outputs)
 
 
 @pytest.mark.parametrize(
