@@ -136,6 +136,7 @@ def kept_files() -> list[Kept]:
     patterns = {
         "compiled code": ours.glob("compiled/[!.]*"),
         "repacked weights": (path for path in ours.glob("tiles/*") if path.suffix != ".lock"),
+        "converted model": (path for path in ours.glob("models/[!.]*") if path.is_dir() and path.name not in CARRIED),
         "unfinished model": (path for path in ours.glob("models/.*") if path.is_dir()),
         "unfinished download": _hub_cache().glob(f"{PREFIX}*/blobs/*.incomplete"),
     }

@@ -171,6 +171,7 @@ def test_what_a_process_uses_stays(caches, run, used, monkeypatch):
     free = download(caches, "two", "free")
     (caches.hub / ".locks" / free.name).mkdir(parents=True)
     (free / "blobs" / "x.incomplete").touch()
+    (caches.ours / "models" / "whisper-abc").mkdir()
     for name in ("a-b.safetensors", "a-b.lock"):
         (caches.ours / "tiles" / name).touch()
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
@@ -182,9 +183,9 @@ def test_what_a_process_uses_stays(caches, run, used, monkeypatch):
     code, out, err = run("cache", "clean")
     assert code == 0 and "nothing was removed" in err and len(questions) == 1
     assert [line.split("  ")[0] for line in out.splitlines()] == [
-        *["compiled code"] * 2, "repacked weights", "unfinished model", "unfinished download"
+        *["compiled code"] * 2, "repacked weights", "converted model", "unfinished model", "unfinished download"
     ]  # fmt: skip
-    assert [line.endswith("in use: stays") for line in out.splitlines()] == [True, False, False, True, False]
+    assert [line.endswith("in use: stays") for line in out.splitlines()] == [True, False, False, False, True, False]
 
     code, out, err = run("cache", "clean", "--yes")
     assert code == 0 and "removed 0.0 MB" in err and len(questions) == 1
