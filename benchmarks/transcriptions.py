@@ -70,7 +70,7 @@ def run_nanopage(model: str, dtype: str, files: list[Path], num_iters: int, comp
         sound = {"multi_modal_data": {"audio": (samples, 16_000)}}
         outputs = [output async for output in llm.generate(prompt | sound, params, str(file))]
         plain = [token_id for token_id in outputs[-1].outputs[0].token_ids if token_id != tokens.end]
-        return [plain, (await job._attempt(samples, 0.0, 0)).tokens]
+        return [plain, (await job.attempt(samples, 0.0, 0)).tokens]
 
     async def many(function: Callable, files: list[Path]) -> list:
         return await asyncio.gather(*map(function, files))

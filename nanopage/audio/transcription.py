@@ -164,13 +164,14 @@ class Transcription:
         """The first good attempt at a window, or else the last one. None if nobody speaks."""
         temperature, number = self.options.temperature, 0
         while True:
-            attempt = await self._attempt(samples, temperature, number)
+            attempt = await self.attempt(samples, temperature, number)
             self.language = self.language or attempt.language
             if attempt.is_good or temperature >= 1:
                 return None if attempt.is_silence else attempt
             temperature, number = min(1.0, temperature + TEMPERATURE_STEP), number + 1
 
-    async def _attempt(self, samples: np.ndarray, temperature: float, seed: int) -> Attempt:
+    async def attempt(self, samples: np.ndarray, temperature: float, seed: int) -> Attempt:
+        """Decode a window. Args: samples: float32, at most 30 seconds. Raises: RuntimeError."""
         tokens, half = self.tokens, self.llm.engine.max_model_len // 2
         rules = rules_for(tokens, self.language, self.options.task)
         context = [tokens.previous, *self._context[1 - half :]] if self._context else []

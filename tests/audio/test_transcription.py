@@ -108,7 +108,7 @@ def test_the_engine_gives_what_transformers_gives(directory):
 async def attempt_at(llm, tokens, content):
     """The first attempt at the first window."""
     opened = Sound(content)
-    return await Transcription(llm, tokens, opened)._attempt(opened.window(0), 0.0, 0)
+    return await Transcription(llm, tokens, opened).attempt(opened.window(0), 0.0, 0)
 
 
 def test_rules_say_what_may_follow(directory):

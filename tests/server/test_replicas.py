@@ -231,7 +231,7 @@ def test_a_death_costs_only_what_the_clients_had_begun_to_read(cluster, expected
     assert cluster.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 2})[0] == 200
 
 
-def test_what_a_client_sends_is_not_taken_for_the_death_of_an_engine(cluster):
+def test_what_a_client_sends_is_not_taken_for_the_death_of_an_engine(cluster, front):
     before = cluster.metric("nanopage:replica_retries_total")
     body = {"input": "Hi", "metadata": {"code": "engine_dead"}, "max_output_tokens": 2}
     for stream in (False, True):

@@ -539,7 +539,7 @@ run(program, run_name="__main__")
         ("nanopage.terminal.chat", "chat.py", ["hi"]),
         ("typer", "bench.py", ["latency"]),
         ("nanopage.terminal.chat", "nanopage.__main__", ["chat", "hi"]),
-        ("nanopage.server.serve", "nanopage.__main__", ["serve"]),
+        ("nanopage.server.options", "nanopage.__main__", ["serve"]),
     ],
 )
 def test_ctrl_c_while_a_program_starts_leaves_quietly(module, program, arguments):
