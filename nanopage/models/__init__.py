@@ -6,7 +6,9 @@ ever imported from a model's directory.
 """
 
 import importlib
+import itertools
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
@@ -18,23 +20,24 @@ NEEDED = ("ARCHITECTURES", "GGUF_ARCHITECTURE", "GGUF_TENSORS", "read_config", "
 def find_family(architecture: str) -> ModuleType | None:
     """The module of the family that has an architecture of config.json, such as "LlamaForCausalLM". Families of other
     packages are imported only if no family here has it. Raises: as `load_families`."""
-    families = (family for load in (own_families, other_families) for family in load())
+    families = itertools.chain(own_families(), other_families())
     return next((family for family in families if architecture in family.ARCHITECTURES), None)
 
 
 def load_families() -> list[ModuleType]:
     """All families, those of other packages last. Raises: ValueError naming an entry point that is not a family."""
-    return own_families() + other_families()
+    return [*own_families(), *other_families()]
 
 
-def own_families() -> list[ModuleType]:
+def own_families() -> Iterator[ModuleType]:
+    """The families here. Each is imported when it is asked for: for a Llama, no other is."""
     folder = importlib.import_module("nanopage.families")
     others = [module.name for module in pkgutil.iter_modules(folder.__path__, "nanopage.families.")]
-    return [importlib.import_module(name) for name in ("nanopage.models.llama", *others)]
+    yield from map(importlib.import_module, ("nanopage.models.llama", *others))
 
 
-def other_families() -> list[ModuleType]:
-    return [load_entry_point(entry) for entry in entry_points(group=GROUP)]
+def other_families() -> Iterator[ModuleType]:
+    yield from map(load_entry_point, entry_points(group=GROUP))
 
 
 @cache
