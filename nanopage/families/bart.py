@@ -6,7 +6,6 @@ have norms after attention and after the feed-forward layer, around what both ad
 """
 
 import re
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +51,7 @@ UNUSED_ROWS = 2  # at the start of the embeddings of positions
 
 def text_fields(fields: Fields) -> Fields:
     """The sizes of the decoder, under the usual names, with transformers' defaults."""
-    sizes = {
-        "hidden_size": fields.size("d_model", 1024),
-        "intermediate_size": fields.size("decoder_ffn_dim", 4096),
-        "num_hidden_layers": 2 * fields.size("decoder_layers", 12),
-        "num_attention_heads": fields.size("decoder_attention_heads", 16),
-        "max_position_embeddings": fields.size("max_position_embeddings", 1024),
-    }
-    return replace(fields, values=fields.values | sizes)
+    return whisper.with_sizes(fields, 1024, 4096, 12, 16, fields.size("max_position_embeddings", 1024))
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:

@@ -46,12 +46,18 @@ NAMES = {  # in checkpoints: here
 
 def text_fields(fields: Fields) -> Fields:
     """The sizes of the decoder, under the usual names, with transformers' defaults."""
+    return with_sizes(fields, 384, 1536, 4, 6, fields.size("max_target_positions", 448))
+
+
+def with_sizes(fields: Fields, size: int, inner: int, num_layers: int, num_heads: int, positions: int) -> Fields:
+    """The sizes of a decoder with cross-attention, under the usual names. Args: positions: their number; the others
+    are defaults."""
     sizes = {
-        "hidden_size": fields.size("d_model", 384),
-        "intermediate_size": fields.size("decoder_ffn_dim", 1536),
-        "num_hidden_layers": 2 * fields.size("decoder_layers", 4),
-        "num_attention_heads": fields.size("decoder_attention_heads", 6),
-        "max_position_embeddings": fields.size("max_target_positions", 448),
+        "hidden_size": fields.size("d_model", size),
+        "intermediate_size": fields.size("decoder_ffn_dim", inner),
+        "num_hidden_layers": 2 * fields.size("decoder_layers", num_layers),
+        "num_attention_heads": fields.size("decoder_attention_heads", num_heads),
+        "max_position_embeddings": positions,
     }
     return replace(fields, values=fields.values | sizes)
 
