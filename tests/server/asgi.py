@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanopage.server.in_process import http_scope
+
 
 @dataclass
 class Reply:
@@ -46,21 +48,8 @@ async def call(
     """
     content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     sent = {"host": "localhost:8000", "content-type": "application/json"} | (headers or {})
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
-        "client": ("127.0.0.1", 5000),
-        "server": ("127.0.0.1", 8000),
-        "state": {},
-    }
+    scope = http_scope(method, path, [(name.lower().encode(), value.encode()) for name, value in sent.items()])
+    scope |= {"client": ("127.0.0.1", 5000), "server": ("127.0.0.1", 8000)}
     reply, arriving = Reply(), list(chunks or [content])
 
     async def receive() -> dict:
