@@ -198,7 +198,7 @@ async def _lines(file: BinaryIO, may_block: bool) -> AsyncIterator[tuple[int, by
 async def _in_daemon(function: Callable, *args: Any) -> Any:
     """The result of a function that may block for ever. The end of the program does not wait for its thread."""
     done: concurrent.futures.Future = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # so that a result may come when nobody waits any more
+    done.set_running_or_notify_cancel()  # the thread may set a result after the caller was cancelled
 
     def work() -> None:
         try:

@@ -342,8 +342,8 @@ def _wanted(model: Decoder) -> dict[str, Tensor]:
 
 
 def set_kv_scale(model: Decoder, layer: int, kind: str, scale: float, name: str) -> None:
-    """Set the scale of K or V ("k" or "v") of a layer, and of those that share them. Raises: ValueError, which begins
-    with `name`."""
+    """Set the scale of a layer's K or V ("k" or "v"), also in the layers that share them. Raises: ValueError whose
+    message begins with `name`."""
     if layer >= len(model.layers):
         raise ValueError(f"{name} belongs to no layer: the model has {len(model.layers)}")
     if not 0 < scale < math.inf:
