@@ -195,21 +195,27 @@ class Chain:
         Returns: the input of the last layer, [T, hidden_size]; or its output, if it has a state.
         Raises: RuntimeError if a function fails; its error is on stderr.
         """
-        part_rows = -(-len(x) // num_parts)
-        while len(x) > 1 and len(x) % part_rows == 1:
+        num_rows = x.shape[0]
+        part_rows = -(-num_rows // num_parts)
+        while num_rows > 1 and num_rows % part_rows == 1:
             part_rows += 1  # because the code for several rows may be wrong for one row
+        parts = (_Part * -(-num_rows // part_rows))()
         cos, sin = zip(*step.rotations, strict=True)
         tensors: dict[str, Sequence[Tensor | None]] = {"x": [x], "attended": [attended], "cos": cos, "sin": sin}
         tensors["places"] = [places_of(attention) for attention in step.attentions]
         tensors["targets"] = [getattr(attention, "targets", None) for attention in step.attentions]
         tensors["adapters"] = [step.adapters]
-        parts, inputs = (_Part * -(-len(x) // part_rows))(), []
+        fields: list[tuple[str, int]] = []  # which array and element of a part each tensor goes to
+        divided: list[Tensor] = []
         for name, values in tensors.items():
             for index, tensor in enumerate(values):
-                if tensor is not None and len(tensor) == len(x):
-                    inputs.append(new_handles(tensor.split(part_rows)))
-                    for part, handle in zip(parts, inputs[-1], strict=True):
-                        getattr(part, name)[index] = handle
+                if tensor is not None and tensor.shape[0] == num_rows:
+                    fields.append((name, index))
+                    divided += [tensor] if len(parts) == 1 else tensor.split(part_rows)
+        handles = new_handles(divided)
+        for place, handle in enumerate(handles):
+            name, index = fields[place // len(parts)]
+            getattr(parts[place % len(parts)], name)[index] = handle
         steps = {kind: Step(each) for kind, each in enumerate(step.attentions) if isinstance(each, GroupedAttention)}
         of_kinds = (POINTER(Step) * len(step.attentions))()  # null for a kind with a state
         for kind, of_kind in steps.items():
@@ -218,10 +224,10 @@ class Chain:
             ctypes.addressof(layers.structures[run.start]), len(run),
             of_kinds, layers.num_blocks, parts, len(parts), part_rows, attended.data_ptr(),
         )  # fmt: skip
-        for handles in inputs:
-            take_tensors(handles)  # frees the handles
+        take_tensors(handles)  # frees the handles
         _check(code)
-        return torch.cat(take_tensors([part.output for part in parts]))
+        outputs = take_tensors([part.output for part in parts])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 class CompiledLayers:
@@ -253,7 +259,7 @@ class CompiledLayers:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Run all layers on x [T, hidden_size]. Returns: the output of the last layer, for the rows that the step
         keeps."""
-        if all(len(places_of(attention)) == len(x) for attention in step.attentions):
+        if all(places_of(attention).shape[0] == x.shape[0] for attention in step.attentions):
             return self._run(range(len(self.modules)), x, step)
         for has_state, run in groupby(range(len(self.modules)), self.have_state.__getitem__):
             if has_state:
