@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nanopage.step import EncoderCache
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -200,6 +202,7 @@ class StepStats:
     swapped_out: int = 0  # blocks
     swapped_in: int = 0
     copied: int = 0
+    encoder_cache: EncoderCache | None = None  # after the last batch whose results came
     seconds: float = 0.0  # the whole call of `step`, without its listeners
     schedule_seconds: float = 0.0
     prepare_seconds: float = 0.0  # moving blocks, the worker's table

@@ -207,6 +207,16 @@ class PooledStates:
 
 
 @dataclass(slots=True)
+class EncoderCache:
+    """The outputs of encoders that a worker keeps. queries, hits: items that steps have looked up there, and found."""
+
+    entries: int = 0
+    num_bytes: int = 0
+    queries: int = 0
+    hits: int = 0
+
+
+@dataclass(slots=True)
 class BatchResult:
     """The results of a Batch.
 
@@ -215,6 +225,7 @@ class BatchResult:
     prompt_logprobs  of the prompts that requested them
     pooled           of the prompts that are pooled. Their `token_ids` are 0, or NO_TOKEN where a value is not finite
     failed_loads     index in `loads` -> why the adapter could not be loaded
+    encoder_cache    of the worker, after the step. None: its prompts have no items
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -222,6 +233,7 @@ class BatchResult:
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     pooled: list[PooledStates] = field(default_factory=list)
     failed_loads: dict[int, str] = field(default_factory=dict)
+    encoder_cache: EncoderCache | None = None
     prepare_seconds: float = 0.0  # moving blocks, the table
     model_seconds: float = 0.0  # inputs and forward pass; on a GPU, its launch
     sample_seconds: float = 0.0

@@ -68,7 +68,7 @@ class Aligner:
         return self._divide(said, [position * SECONDS_PER_TIMESTAMP for position in starts], spaced)
 
     def _attend(self, item: Item, token_ids: list[int]) -> np.ndarray:
-        encoded = self.worker.wings.items.output(item)
+        encoded = self.worker.wings.items.outputs_of([item])[item.hash]
         return self.worker.model.attention_to_sound(encoded, token_ids, self.heads).cpu().numpy()
 
     def _divide(self, said: list[list[int]], times: list[float], spaced: bool) -> list[list[Word]]:

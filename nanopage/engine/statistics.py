@@ -41,6 +41,7 @@ def count_result(stats: StepStats, schedule: Schedule, result: BatchResult, num_
     stats.sample_seconds += result.sample_seconds
     stats.wait_seconds += result.wait_seconds
     stats.device_seconds += result.device_seconds
+    stats.encoder_cache = result.encoder_cache
     stats.output_tokens += num_taken
     for (_, draft), accepted in zip(schedule.drafted, schedule.num_accepted, strict=True):
         stats.count_draft(len(draft), accepted)

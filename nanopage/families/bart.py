@@ -15,7 +15,7 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import UNROTATED
 from nanopage.families import whisper
-from nanopage.families.whisper import CrossLayer, EncoderLayer, SelfLayer, clamped, make_layer_norm
+from nanopage.families.whisper import CrossLayer, EncoderLayer, SelfLayer, clamped, make_layer_norm, run_layers
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
@@ -168,15 +168,15 @@ class CrossLayerNormedAfter(CrossLayer):
 
 
 class EncoderLayerNormedAfter(EncoderLayer):
-    """Attention and a feed-forward layer, each before a norm. Shape: [positions, hidden_size] -> same."""
+    """As EncoderLayer, with each norm after what it would come before."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.self_attn_layer_norm(x + self.attend(x))
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        x = self.self_attn_layer_norm(x + self.attend(x, count))
         return clamped(self.final_layer_norm(x + self.feed(x)))
 
 
 class TextEncoder(nn.Module):
-    """The `input_ids` of a text, int64 [positions] -> [positions, hidden_size].
+    """The `input_ids` of N texts, int64 [N, positions] -> [N, positions, hidden_size].
 
     Args: embed_tokens: the decoder's. None: the encoder has its own.
     """
@@ -192,10 +192,9 @@ class TextEncoder(nn.Module):
 
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
         input_ids = payload["input_ids"]
-        x = first_input(self, input_ids, torch.arange(len(input_ids), device=input_ids.device))
-        for layer in self.layers:
-            x = layer(x)
-        return self.layer_norm(x)
+        count, length = input_ids.shape
+        x = first_input(self, input_ids.flatten(), torch.arange(length, device=input_ids.device).repeat(count))
+        return self.layer_norm(run_layers(self.layers, x.unflatten(0, (count, length))))
 
 
 class LearnedPositions(Embedding):

@@ -75,7 +75,7 @@ def make_encoders(config: ModelConfig) -> dict[str, nn.Module]:
 
 
 class Gemma3Encoder(nn.Module):
-    """Makes the rows of an image."""
+    """Makes the rows of images."""
 
     def __init__(self, config: Gemma3Config, hidden_size: int):
         super().__init__()
@@ -83,15 +83,15 @@ class Gemma3Encoder(nn.Module):
         self.multi_modal_projector = Projector(config.tower.hidden_size, hidden_size, config.tower.layer_norm_eps)
 
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
-        """payload: as of SiglipTower. Returns: [tokens, hidden_size]"""
+        """payload: as of SiglipTower. Returns: [N, tokens, hidden_size]"""
         side = self.config.tower.side
         x = self.vision_tower(payload, torch.arange(side**2, device=payload["pixels"].device))
-        pooled = F.avg_pool2d(x.T.view(-1, side, side), side // math.isqrt(self.config.tokens))
-        return self.multi_modal_projector(pooled.flatten(1).T)
+        pooled = F.avg_pool2d(x.mT.unflatten(2, (side, side)), side // math.isqrt(self.config.tokens))
+        return self.multi_modal_projector(pooled.flatten(2).mT)
 
 
 class Projector(nn.Module):
-    """A norm and a projection from the tower's size to the text model's. Shapes: [T, in] -> [T, out]"""
+    """A norm and a projection from the tower's size to the text model's. Shapes: [..., in] -> [..., out]"""
 
     def __init__(self, in_features: int, out_features: int, eps: float):
         super().__init__()

@@ -57,7 +57,7 @@ def make_encoders(config: ModelConfig) -> dict[str, nn.Module]:
 
 
 class Idefics3Encoder(nn.Module):
-    """Makes the rows of a square of an image."""
+    """Makes the rows of squares of images."""
 
     def __init__(self, config: Idefics3Config, hidden_size: int):
         super().__init__()
@@ -67,17 +67,17 @@ class Idefics3Encoder(nn.Module):
         self.connector = nn.ModuleDict({"modality_projection": nn.ModuleDict({"proj": proj})})
 
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
-        """Compute the rows of the tokens of a square.
+        """Compute the rows of the tokens of N squares.
 
-        Args: payload: as of SiglipTower; the pixels are a square.
-        Returns: [length, hidden_size]
+        Args: payload: as of SiglipTower; the pixels are squares.
+        Returns: [N, length, hidden_size]
         """
         pixels, tower, factor = payload["pixels"], self.config.tower, self.config.scale_factor
-        side = pixels.shape[1] // tower.patch_size
+        side = pixels.shape[-1] // tower.patch_size
         x = self.vision_model(payload, _positions(side, tower.side, pixels.device))
-        x = x.view(side // factor, factor, side // factor, factor, -1).transpose(1, 2)
+        x = x.view(len(x), side // factor, factor, side // factor, factor, -1).transpose(2, 3)
         proj: nn.Module = self.connector["modality_projection"]["proj"]  # type: ignore[index]
-        return proj(x.reshape((side // factor) ** 2, -1))
+        return proj(x.reshape(len(x), (side // factor) ** 2, -1))
 
 
 def _positions(side: int, known_side: int, device: torch.device) -> Tensor:

@@ -109,7 +109,7 @@ def make_encoders(config: ModelConfig) -> dict[str, nn.Module]:
 
 
 class QwenTower(nn.Module):
-    """Makes the rows of an image. Its parts have the names of checkpoints."""
+    """Makes the rows of images. Its parts have the names of checkpoints."""
 
     def __init__(self, config: QwenConfig, hidden_size: int):
         super().__init__()
@@ -122,32 +122,34 @@ class QwenTower(nn.Module):
         self.merger = nn.ModuleDict({"ln_q": make_norm(config), "mlp": mlp})
 
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
-        """Compute the rows of the tokens of an image, line by line.
+        """Compute the rows of the tokens of N images of one size, line by line.
 
-        Args: payload: "pixels" uint8 [3, height, width]; "scale" and "offset", float32 [3], which prepare them.
-        Returns: [length, hidden_size]
+        Args: payload: "pixels" uint8 [N, 3, height, width]; "scale" and "offset", float32 [N, 3], which prepare them.
+        Returns: [N, length, hidden_size]
         """
         config = self.config
         weight: Any = self.patch_embed["proj"].weight
         pixels, scale, offset = (payload[name] for name in ("pixels", "scale", "offset"))
-        prepared = (pixels * scale[:, None, None] + offset[:, None, None]).to(weight.dtype)
+        prepared = (pixels * scale[..., None, None] + offset[..., None, None]).to(weight.dtype)
         x = F.linear(self._patches(prepared), weight.flatten(1))
-        rows, columns = places_of([side // config.patch_size for side in pixels.shape[1:]], config.merge_size)
+        rows, columns = places_of([side // config.patch_size for side in pixels.shape[2:]], config.merge_size)
+        image = torch.arange(len(pixels)).repeat_interleave(len(rows))
+        rows, columns = rows.repeat(len(pixels)), columns.repeat(len(pixels))
         rotation = self._rotation(rows, columns, x.device)
         side = config.window // config.unit * config.merge_size  # of a window, in patches
-        whole = Groups.of(torch.zeros_like(rows), x.device)
-        windows = whole if not side else Groups.of(rows // side * len(columns) + columns // side, x.device)
+        whole = Groups.of(image, x.device)
+        windows = whole if not side else Groups.of((image * len(x) + rows // side) * len(x) + columns // side, x.device)
         for index, block in enumerate(self.blocks):
             x = block(x, rotation, whole if index in config.whole_layers else windows)
         norm, mlp = self.merger.values()
-        return mlp(norm(x).view(-1, x.shape[1] * config.merge_size**2))
+        return mlp(norm(x).view(len(pixels), -1, x.shape[1] * config.merge_size**2))
 
     def _patches(self, pixels: Tensor) -> Tensor:
-        """pixels [3, height, width] -> the P patches, those of a token one after the other: [P, 3 * frames * patch_size
-        ** 2]"""
-        (_, height, width), patch, merge = pixels.shape, self.config.patch_size, self.config.merge_size
-        x = pixels.view(3, height // (merge * patch), merge, patch, width // (merge * patch), merge, patch)
-        x = x.permute(1, 4, 2, 5, 0, 3, 6).reshape(-1, 3, 1, patch, patch)
+        """pixels [N, 3, height, width] -> the P patches of all images, those of a token one after the other: [P, 3 *
+        frames * patch_size ** 2]"""
+        (*_, height, width), patch, merge = pixels.shape, self.config.patch_size, self.config.merge_size
+        x = pixels.view(-1, 3, height // (merge * patch), merge, patch, width // (merge * patch), merge, patch)
+        x = x.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, 3, 1, patch, patch)
         return x.expand(-1, -1, self.config.frames, -1, -1).flatten(1)
 
     def _rotation(self, rows: Tensor, columns: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

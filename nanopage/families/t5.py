@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.config.rope import UNROTATED
-from nanopage.families.whisper import CrossAttention, CrossLayer, SelfLayer
+from nanopage.families.whisper import CrossAttention, CrossLayer, SelfLayer, run_layers
 from nanopage.layers.attention import StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
@@ -183,13 +183,16 @@ class BiasedAttention(SelfAttention):
             keys = torch.arange(length)
             distance = keys[length - queries.shape[1] :, None] - keys
             bias = self.biases(distance.clamp(min=0)).masked_fill(distance < 0, -torch.inf)
-            of_one = k[block, :, :, :length].transpose(1, 2).to(q.dtype), v[block, :, :length].to(q.dtype)
-            attended.append(attention(queries, *of_one, bias))
+            of_one = k[block, None, :, :, :length].mT.to(q.dtype), v[block, None, :, :length].to(q.dtype)
+            attended.append(attention(queries[None], *of_one, bias)[0])
         return torch.cat(attended, dim=1).transpose(0, 1)
 
 
 class TextEncoder(nn.Module):
-    """The `input_ids` of a text, int64 [positions] -> [positions, hidden_size]. Args: embed_tokens: the decoder's."""
+    """The `input_ids` of N texts, int64 [N, positions] -> [N, positions, hidden_size].
+
+    Args: embed_tokens: the decoder's.
+    """
 
     def __init__(self, config: ModelConfig, embed_tokens: Embedding):
         super().__init__()
@@ -198,25 +201,26 @@ class TextEncoder(nn.Module):
         self.norm = make_norm(config)
 
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
-        x, positions = self.embed_tokens(payload["input_ids"]), torch.arange(len(payload["input_ids"]))
+        input_ids = payload["input_ids"]
+        x, positions = self.embed_tokens(input_ids.flatten()), torch.arange(input_ids.shape[1])
         first: Any = self.layers[0]
         bias = first.self_attn.biases(positions[:, None] - positions, both_ways=True)
-        for layer in self.layers:
-            x = layer(x, bias)
-        return self.norm(x)
+        return self.norm(run_layers(self.layers, x.unflatten(0, input_ids.shape), bias))
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each after a norm. Shape: [positions, hidden_size] -> same."""
+    """As that of Whisper. Args of `forward`: bias: as of `attention`."""
 
     def __init__(self, config: ModelConfig, distances: Embedding):
         super().__init__()
         self.input_layernorm, self.final_layer_norm = make_norm(config), make_norm(config)
         self.self_attn, self.mlp = BiasedAttention(config, 0, distances), make_mlp(config)
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        q, k, v = self.self_attn.heads(self.input_layernorm(x)).transpose(0, 1).chunk(3)
-        x = x + self.self_attn.o_proj(attention(q, k, v, bias).transpose(0, 1).flatten(1))
+    def forward(self, x: Tensor, count: int, bias: Tensor) -> Tensor:
+        heads = self.self_attn.heads(self.input_layernorm(x)).unflatten(0, (count, -1)).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=1)
+        attended = attention(q, k, v, bias).transpose(1, 2)
+        x = x + self.self_attn.o_proj(attended.flatten(2).flatten(0, 1))
         return x + self.mlp(self.final_layer_norm(x))
 
 
@@ -239,8 +243,8 @@ def make_mlp(config: ModelConfig) -> nn.Module:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """q [heads, queries, head_dim], k and v [heads, keys, head_dim], bias [heads, queries, keys] -> as q."""
-    return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias[None], scale=1.0)[0]
+    """q [N, heads, queries, head_dim], k and v [N, heads, keys, head_dim], bias [heads, queries, keys] -> as q."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], scale=1.0)
 
 
 def bucket_of(distance: Tensor, buckets: int, longest: int, both_ways: bool = False) -> Tensor:

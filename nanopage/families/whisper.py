@@ -240,7 +240,8 @@ class CrossAttention(nn.Module):
 
 
 class AudioEncoder(nn.Module):
-    """The `spectrogram` of 30 seconds, [num_mel_bins, 2 * POSITIONS] (audio/mel.py) -> [POSITIONS, hidden_size]."""
+    """The `spectrogram` of N sounds of 30 seconds, [N, num_mel_bins, 2 * POSITIONS] (audio/mel.py) -> [N, POSITIONS,
+    hidden_size]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -252,15 +253,27 @@ class AudioEncoder(nn.Module):
         self.layer_norm = make_layer_norm(config)
 
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
-        x = payload["spectrogram"].to(self.conv1.weight.dtype)[None]
-        x = F.gelu(self.conv2(F.gelu(self.conv1(x))))[0].T + self.embed_positions.weight.matrix
-        for layer in self.layers:
-            x = layer(x)
-        return self.layer_norm(x)
+        x = payload["spectrogram"].to(self.conv1.weight.dtype)
+        x = F.gelu(self.conv2(F.gelu(self.conv1(x)))).mT + self.embed_positions.weight.matrix
+        return self.layer_norm(run_layers(self.layers, x))
+
+
+def run_layers(layers: nn.ModuleList, x: Tensor, *more: Tensor) -> Tensor:
+    """x [N, positions, hidden_size] of N inputs -> same. A Linear takes one dimension less.
+
+    Args: more: further arguments of the layers.
+    """
+    count, x = len(x), x.flatten(0, 1)
+    for layer in layers:
+        x = layer(x, count, *more)
+    return x.unflatten(0, (count, -1))
 
 
 class EncoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each after a norm. Shape: [positions, hidden_size] -> same."""
+    """Attention and a feed-forward layer, each after a norm. Shape: [positions of N inputs, hidden_size] -> same.
+
+    Args of `forward`: count: N.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -274,18 +287,17 @@ class EncoderLayer(nn.Module):
         self.fc1, self.fc2, self.final_layer_norm = feed_forward(config, config.mixer["intermediate_size"])
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.self_attn_layer_norm(x))
+    def forward(self, x: Tensor, count: int) -> Tensor:
+        x = x + self.attend(self.self_attn_layer_norm(x), count)
         return clamped(x + self.feed(self.final_layer_norm(x)))
 
-    def attend(self, x: Tensor) -> Tensor:
-        """Attention in which every position sees all others."""
+    def attend(self, x: Tensor, count: int) -> Tensor:
+        """Attention in which every position sees all others of its input."""
         attention: Any = self.self_attn
         q, k, v = attention.qkv_proj(x).chunk(3, dim=-1)
-        heads = (part.unflatten(-1, (self.num_heads, -1)) for part in (q + attention.q_bias, k, v + attention.v_bias))
-        # In a batch of one, because fast attention needs that dimension.
-        attended = F.scaled_dot_product_attention(*(part.transpose(0, 1)[None] for part in heads))[0]
-        return attention.o_proj(attended.transpose(0, 1).flatten(1))
+        parts, shape = (q + attention.q_bias, k, v + attention.v_bias), (count, len(x) // count, self.num_heads, -1)
+        attended = F.scaled_dot_product_attention(*(part.reshape(shape).transpose(1, 2) for part in parts))
+        return attention.o_proj(attended.transpose(1, 2).reshape(x.shape))
 
     def feed(self, x: Tensor) -> Tensor:
         return self.fc2(self.activation(self.fc1(x)))

@@ -5,11 +5,12 @@ first step of a sequence, and copied, swapped and shared with the block from the
 """
 
 import torch
+from torch import Tensor
 
 from nanopage.items.rows import ItemRows
 from nanopage.state.layer_kinds import STATE
 from nanopage.state.pages import write
-from nanopage.step import Batch, Item
+from nanopage.step import Batch
 from nanopage.worker.eager import Output
 
 
@@ -27,14 +28,15 @@ class WriteEncoded:
         return self.way.fits(batch)
 
     def run(self, batch: Batch) -> Output:
-        for row, start in zip(batch.rows, batch.starts, strict=True):
-            if start == 0:
-                for item in self.items.left.get(row, ()):
-                    self._write(row, item)
+        rows = [row for row, start in zip(batch.rows, batch.starts, strict=True) if start == 0]
+        begun = [(row, item) for row in rows for item in self.items.left.get(row, ())]
+        outputs = self.items.outputs_of([item for _, item in begun])
+        for row, item in begun:
+            self._write(row, outputs[item.hash])
         return self.way.run(batch)
 
-    def _write(self, row: int, item: Item) -> None:
-        encoded, block_size = self.items.output(item), self.kv_cache.block_size
+    def _write(self, row: int, encoded: Tensor) -> None:
+        block_size = self.kv_cache.block_size
         offsets = torch.arange(len(encoded), device=encoded.device)
         kinds = self.kv_cache.kinds
         for layer, kind, cache in zip(self.model.layers, kinds.of_layers, self.kv_cache.layers, strict=True):

@@ -1,11 +1,12 @@
 """ItemRows: what a worker knows of the items of its running sequences, and their rows of the first layer's input.
 
-An encoder runs when a chunk of a prompt first reaches an item of its kind. Its output is kept by the hash of the item:
-for the next chunks, for other sequences, and for the next turn of a conversation, whose prompt has the item again.
+An encoder runs when a chunk of a prompt first reaches an item of its kind, once for all items of a step that have the
+same shape. Its output is kept by the hash of the item: for the next chunks, for other sequences, and for the next turn
+of a conversation, whose prompt has the item again.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.device import to_device
 from nanopage.items.axes import Axes
 from nanopage.models.meta import family_of
-from nanopage.step import Batch, Item
+from nanopage.step import Batch, EncoderCache, Item
 
 CACHE_BYTES = 256 * 2**20  # outputs of encoders
 
@@ -28,6 +29,7 @@ class ItemRows:
         dtype: of the hidden states.
         most_bytes: the most that outputs of encoders may take together. The newest is kept in any case.
 
+    cache: counts the outputs that are kept.
     axes: of a model whose images have positions of three axes (startup/worker.py sets it).
     embeds: whether rows take the place of embeddings. No: a later stage gets hidden states.
     """
@@ -48,6 +50,7 @@ class ItemRows:
         self.left: dict[int, list[Item]] = {}  # row of the sequence table -> its items that steps have not passed
         self.encoded: dict[int, int] = {}  # row -> how many positions of an encoder the decoder attends to
         self.outputs: OrderedDict[bytes, Tensor] = OrderedDict()  # by hash, the least recently used first
+        self.cache = EncoderCache()
 
     def update(self, batch: Batch) -> None:
         """Learn the items of new sequences, and forget those that lie before this step."""
@@ -76,7 +79,10 @@ class ItemRows:
         if not parts or not self.embeds:
             return None
         places = np.concatenate([np.arange(place, place + end - first) for place, _, first, end in parts])
-        rows = torch.cat([self._rows(item, first, end) for _, item, first, end in parts])
+        met = [(item, first) for _, item, first, _ in parts if item.kind != "embeds"]
+        begun, later = [item for item, first in met if not first], [item for item, first in met if first]
+        outputs = self.outputs_of(begun, later)
+        rows = torch.cat([self._rows(item, first, end, outputs) for _, item, first, end in parts])
         return to_device(torch.from_numpy(places), self.device), rows
 
     def positions_of(self, batch: Batch, places: Tensor) -> Tensor:
@@ -93,15 +99,36 @@ class ItemRows:
         """
         return places if self.axes is None else places + self.axes.shifts[rows]
 
-    def output(self, item: Item) -> Tensor:
-        """The output of an item's encoder: [length, hidden_size], or what cross-attention reads."""
-        if item.hash not in self.outputs:
-            payload = {name: to_device(torch.tensor(array), self.device) for name, array in item.payload.items()}
-            self.outputs[item.hash] = self.encoders[item.kind](payload)
-            while len(self.outputs) > 1 and sum(output.nbytes for output in self.outputs.values()) > self.most_bytes:
-                self.outputs.popitem(last=False)
-        self.outputs.move_to_end(item.hash)
-        return self.outputs[item.hash]
+    def outputs_of(self, begun: Sequence[Item], later: Sequence[Item] = ()) -> dict[bytes, Tensor]:
+        """The outputs of items' encoders, by hash: [length, hidden_size] each, or what cross-attention reads.
+
+        Args: begun, later: items that this step begins with, and goes on with.
+        """
+        items, new = [*begun, *later], dict[tuple, dict[bytes, Item]]()  # by kind and shape, then by hash
+        self.cache.queries += len(begun)
+        self.cache.hits += sum(item.hash in self.outputs for item in begun)
+        for item in items:
+            if item.hash not in self.outputs:
+                shape = item.kind, *(array.shape for array in item.payload.values())
+                new.setdefault(shape, {})[item.hash] = item
+        for (kind, *_), group in new.items():
+            self._encode(kind, group)
+        for item in items:
+            self.outputs.move_to_end(item.hash)
+        found = {item.hash: self.outputs[item.hash] for item in items}
+        while len(self.outputs) > 1 and self.cache.num_bytes > self.most_bytes:
+            self.cache.num_bytes -= self.outputs.popitem(last=False)[1].nbytes
+        self.cache.entries = len(self.outputs)
+        return found
+
+    def _encode(self, kind: str, items: dict[bytes, Item]) -> None:
+        """Keep the outputs of items whose payloads have the same shapes."""
+        payloads = [item.payload for item in items.values()]
+        arrays = {name: np.stack([payload[name] for payload in payloads]) for name in payloads[0]}
+        payload = {name: to_device(torch.from_numpy(array), self.device) for name, array in arrays.items()}
+        for key, output in zip(items, self.encoders[kind](payload), strict=True):
+            self.outputs[key] = output.clone()  # a view would hold all of them in memory
+            self.cache.num_bytes += output.nbytes
 
     def _parts(self, batch: Batch) -> Iterator[tuple[int, Item, int, int]]:
         """Where the tokens of a batch meet items: (index of the first such token in the batch, item, the first and the
@@ -114,8 +141,8 @@ class ItemRows:
                     yield shift + first - start, item, first - item.position, end - item.position
             shift += count
 
-    def _rows(self, item: Item, first: int, end: int) -> Tensor:
+    def _rows(self, item: Item, first: int, end: int, outputs: dict[bytes, Tensor]) -> Tensor:
         if item.kind != "embeds":
-            return self.output(item)[first:end].to(self.dtype)
+            return outputs[item.hash][first:end].to(self.dtype)
         rows = torch.tensor(item.payload["embeds"][first:end]).to(self.dtype)  # a copy: messages are not writable
         return to_device(rows, self.device) * self.scale

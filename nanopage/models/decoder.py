@@ -41,7 +41,7 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.embedding_scale = config.embedding_scale
         self.logit_divisor, self.logit_softcap = config.logit_divisor, config.logit_softcap
-        self.encoders: dict[str, nn.Module] = {}  # by kind of item; its payload -> [length, hidden_size]
+        self.encoders: dict[str, nn.Module] = {}  # by kind of item; payloads -> [N, length, hidden_size]
         self.score: Linear | None = None  # the head of a model that classifies, instead of `lm_head`
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:

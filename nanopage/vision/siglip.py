@@ -16,7 +16,7 @@ from nanopage.vision.config import SiglipConfig
 
 
 class SiglipTower(nn.Module):
-    """Computes the hidden states of an image's patches. Its parts have the names of checkpoints."""
+    """Computes the hidden states of patches. Its parts have the names of checkpoints."""
 
     def __init__(self, config: SiglipConfig):
         super().__init__()
@@ -28,19 +28,19 @@ class SiglipTower(nn.Module):
         self.post_layernorm = nn.LayerNorm(size, config.layer_norm_eps)
 
     def forward(self, payload: dict[str, Tensor], positions: Tensor) -> Tensor:
-        """Compute the hidden states of the P patches of an image.
+        """Compute the hidden states of the P patches of each of N images.
 
         Args:
-            payload: "pixels" uint8 [3, height, width]; "scale" and "offset", float32 [3], which prepare them.
+            payload: "pixels" uint8 [N, 3, height, width]; "scale" and "offset", float32 [N, 3], which prepare them.
             positions: int64 [P], the row of each patch in the position embeddings.
 
-        Returns: [P, hidden_size]
+        Returns: [N, P, hidden_size]
         """
         patches, places = self.embeddings.values()
         pixels, scale, offset = (payload[name] for name in ("pixels", "scale", "offset"))
-        prepared = pixels * scale[:, None, None] + offset[:, None, None]
+        prepared = pixels * scale[..., None, None] + offset[..., None, None]
         x = places(positions)
-        x = patches(prepared[None].to(x.dtype))[0].flatten(1).T + x
+        x = patches(prepared.to(x.dtype)).flatten(2).mT + x
         for layer in self.layers:
             x = layer(x)
         return self.post_layernorm(x)
@@ -59,9 +59,9 @@ class SiglipLayer(nn.Module):
         self.mlp = nn.ModuleDict({"fc1": nn.Linear(size, inner), "fc2": nn.Linear(inner, size)})
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [P, hidden_size] -> same"""
+        """x [N, P, hidden_size] -> same"""
         *qkv_proj, out_proj = self.self_attn.values()
         y = self.layer_norm1(x)
-        q, k, v = (proj(y).unflatten(1, (self.num_heads, -1)).transpose(0, 1)[None] for proj in qkv_proj)
-        x = x + out_proj(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1))
+        q, k, v = (proj(y).unflatten(2, (self.num_heads, -1)).transpose(1, 2) for proj in qkv_proj)
+        x = x + out_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.mlp["fc2"](self.activation(self.mlp["fc1"](self.layer_norm2(x))))

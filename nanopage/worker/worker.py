@@ -6,6 +6,7 @@ startup/worker.py has loaded the model. Features around the core (its wings) att
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from nanopage.device import GIB
 from nanopage.models.decoder import Decoder
@@ -65,6 +66,8 @@ class Worker:
         failed = self.wings.load_adapters(batch.loads) if batch.loads else {}
         launched = self.runner.launch(batch)
         launched.partial.failed_loads = failed
+        if self.wings.items is not None:
+            launched.partial.encoder_cache = replace(self.wings.items.cache)
         return launched
 
     def rest(self) -> None:

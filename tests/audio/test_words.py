@@ -37,7 +37,7 @@ def test_times_of_tokens_are_those_of_transformers(tmp_path, width):
         wanted = hf_model._extract_token_timestamps(made, HEADS, 0.02, NUM_FRAMES, NUM_PROMPT)[0, NUM_PROMPT:-1]
     config = loader.read_config(tmp_path)
     model = loader.load_model(tmp_path, config, torch.float32, torch.device("cpu"))
-    encoded = model.encoders["audio"]({"spectrogram": features})
+    encoded = model.encoders["audio"]({"spectrogram": features[None]})[0]
     weights = model.attention_to_sound(encoded, tokens, read_heads(HEADS, 3, 4)).numpy()
     for ours, (layer, head) in zip(weights, HEADS, strict=True):
         np.testing.assert_allclose(ours, outputs.cross_attentions[layer][0, head], atol=1e-5)

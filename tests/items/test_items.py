@@ -14,7 +14,7 @@ from nanopage.engine.scheduler import Scheduler
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.items.items import make_item
 from nanopage.items.rows import ItemRows
-from nanopage.step import Batch, BatchResult, Fork, NewSequence, SamplingSettings
+from nanopage.step import Batch, BatchResult, EncoderCache, Fork, NewSequence, SamplingSettings
 from nanopage.text.prompts import keys_of
 from nanopage.weights.loader import read_config
 
@@ -162,10 +162,14 @@ def test_rows_of_items(tmp_path):
     calls = []
 
     def encode(payload):
-        calls.append(int(payload["pixels"]))
-        return payload["pixels"] + torch.arange(8.0)[:, None] / 10 + torch.zeros(8, 64)
+        calls.append(payload["pixels"].flatten().tolist())
+        return payload["pixels"][:, :1, None] + torch.arange(8.0)[:, None] / 10 + torch.zeros(8, 64)
 
     rows = ItemRows(config, {"image": encode}, torch.float64, CPU, most_bytes=2 * 8 * 64 * 4)
+
+    def wide(content):
+        return make_item("image", 0, 8, {"pixels": np.array([content, content])})
+
     items = [image(1, 2, 8), image(2, 12, 8)]
     new = [NewSequence(row, [0] * 30, 30, 0, SamplingSettings(), items=items if row else []) for row in range(3)]
 
@@ -176,16 +180,19 @@ def test_rows_of_items(tmp_path):
         return None if embeds is None else (embeds[0].tolist(), [round(x, 1) for x in embeds[1][:, 0].tolist()])
 
     batch = Batch(new=new, rows=[0, 1, 2], starts=[0, 0, 0], counts=[4, 2, 5])
-    assert step(batch) == ([8, 9, 10], [1.0, 1.1, 1.2]) and calls == [1]
+    assert step(batch) == ([8, 9, 10], [1.0, 1.1, 1.2]) and calls == [[1]]
     assert step(Batch(rows=[2, 1], starts=[5, 2], counts=[9, 1])) == (
         [*range(5), 7, 8, 9],
         [1.3, 1.4, 1.5, 1.6, 1.7, 2.0, 2.1, 1.0],
     )
-    assert calls == [1, 2]
-    rows.output(image(3, 0, 8))  # the first one is used again, so the second is forgotten
-    assert step(Batch(rows=[1], starts=[19], counts=[3])) == ([0], [2.7]) and calls == [1, 2, 3, 2]
+    assert calls == [[1], [2]]
+    rows.outputs_of([image(3, 0, 8)])  # the first one is used again, so the second is forgotten
+    assert step(Batch(rows=[1], starts=[19], counts=[3])) == ([0], [2.7]) and calls == [[1], [2], [3], [2]]
     assert step(Batch(forks=[Fork(2, 0, 30, 0)], rows=[0, 1], starts=[2, 22], counts=[5, 1])) is None
     assert rows.left == {0: [], 1: [], 2: items}
+    # Items of the same shape are encoded together; those that the cache has no room for are encoded again.
     rows.most_bytes = 0
-    rows.output(image(4, 0, 8))
-    assert len(rows.outputs) == 1
+    outputs = rows.outputs_of([image(4, 0, 8), image(5, 0, 8), image(4, 9, 8), wide(6)])
+    assert calls[4:] == [[4, 5], [6, 6]] and [int(output[0, 0]) for output in outputs.values()] == [4, 5, 6]
+    assert rows.outputs.keys() == {wide(6).hash}
+    assert rows.cache == EncoderCache(1, 8 * 64 * 4, queries=8, hits=1)

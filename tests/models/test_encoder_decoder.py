@@ -106,7 +106,7 @@ def test_the_encoder_and_the_logits_of_every_position_equal_transformers(tmp_pat
     with torch.inference_mode():
         for tokens, text in zip(sequences, texts, strict=True):
             outputs = hf_model(torch.tensor([text]), decoder_input_ids=torch.tensor([tokens]))
-            encoded.append(made.model.encoders["text"]({"input_ids": torch.tensor(text)}))
+            encoded.append(made.model.encoders["text"]({"input_ids": torch.tensor([text])})[0])
             expected.append((outputs.encoder_last_hidden_state[0], outputs.logits[0]))
     assert_all_close(encoded, [states for states, _ in expected])
     for plan in (each_alone_then_decoded, all_decoded_together, chunks_and_decodes_mixed):

@@ -75,7 +75,7 @@ def test_the_encoder_and_the_logits_of_every_position_equal_transformers(tmp_pat
     with torch.inference_mode():
         for tokens, spectrogram in zip(sequences, map(torch.from_numpy, spectrograms), strict=True):
             outputs = hf_model(spectrogram[None], decoder_input_ids=torch.tensor([tokens]))
-            encoded.append(made.model.encoders["audio"]({"spectrogram": spectrogram}))
+            encoded.append(made.model.encoders["audio"]({"spectrogram": spectrogram[None]})[0])
             expected.append((outputs.encoder_last_hidden_state[0], outputs.logits[0]))
     assert_all_close(encoded, [states for states, _ in expected])
     for plan in (each_alone_then_decoded, all_decoded_together, chunks_and_decodes_mixed):
@@ -241,7 +241,7 @@ def test_int8_rounds_every_linear_layer_of_encoder_and_decoder(model):
     layers = {name: layer for name, layer in rounded.named_modules() if isinstance(layer, Linear)}
     assert all(isinstance(layer.weight, TiledWeight) for layer in layers.values())
     assert sum(name.startswith("encoders.audio.layers.") for name in layers) == 2 * 4
-    payload = {"spectrogram": torch.from_numpy(log_mel(sounds(1)[0]))}
+    payload = {"spectrogram": torch.from_numpy(log_mel(sounds(1)[0]))[None]}
     wanted, got = exact(payload), rounded.encoders["audio"](payload)
     assert 0 < (got - wanted).norm() / wanted.norm() < 0.05
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))

@@ -183,7 +183,7 @@ def test_images_are_prepared_as_in_transformers(options, tmp_path):
     for item in prompt.items:
         place = prompt.token_ids[item.position - 1 :][: item.length + 2]
         assert [token == reader.config.image_token for token in place] == [False, *[True] * item.length, False]
-    patches = [tower._patches(torch.from_numpy(prepared(item))) for item in prompt.items]
+    patches = [tower._patches(torch.from_numpy(prepared(item))[None]) for item in prompt.items]
     np.testing.assert_allclose(torch.cat(patches), expected["pixel_values"], rtol=0, atol=1e-5)
 
 
