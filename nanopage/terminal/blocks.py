@@ -29,6 +29,8 @@ def draw(picture: Picture, width: int, height: int, tokens_per_second: float | N
     facts += [f"{len(running)} running", f"{len(waiting)} waiting", f"{len(swapped)} swapped"]
     hits = picture.hit_tokens / max(1, picture.prompt_tokens)
     facts += [f"{picture.preempted} preempted", f"{hits:.0%} prefix hits"]
+    if picture.encoder:
+        facts.append("{2} items looked up, {3} in the encoder cache".format(*picture.encoder))
     sentences = [text for _, _, text in picture.last["why"]][-MAX_SENTENCES:]
     while (num_lines := sum(-(-(len(text) + 2) // width) + 1 for text in sentences)) > height // 2:
         sentences.pop(0)
@@ -75,6 +77,8 @@ def _requests(picture: Picture, numbers: list[int]) -> Table:
             notes.append(f"preempted {request.preemptions}×")
         if request.completions > 1:
             notes.append(f"{request.completions} {'beams' if request.beams else 'completions'}")
+        if request.items:
+            notes.append(f"{len(request.items)} item{'s' * (len(request.items) > 1)}")
         table.add_row(
             Text(f"{number:>3}", style=_color(number)),
             phase,

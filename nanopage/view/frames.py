@@ -15,7 +15,7 @@ Fields of every frame:
     why         [kind, request or null, sentence] of `explain`, with numbers as names of requests
     queues      waiting, running and swapped requests in order; in a step frame, only if they have changed
     requests    of each request that is new: number, prompt tokens, most tokens, completions, whether it is a beam
-                search, priority, tokens, computed tokens, preemptions
+                search, priority, tokens, computed tokens, preemptions, and, if it has items, [position, length] of each
 
 Of a key frame also:
 
@@ -40,13 +40,14 @@ Of a step frame also:
     cached      blocks that have become cached; `uncached`: blocks that no longer are
     copies      [from, to] of blocks; `evicted`, `hits`: blocks that the prefix cache has lost, and has given
     swaps       [blocks swapped out, blocks swapped in]
+    encoder     entries, bytes, queries and hits of the encoder cache, if the model has one and results have come
     events      [kind, request] of RequestEvents
 """
 
 import gzip
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -147,6 +148,8 @@ class Frames:
             "events": events,
         }
         frame |= self._changes_of_requests(bool(stats.events), changed)
+        if stats.encoder_cache is not None and stats.encoder_cache.queries:
+            frame["encoder"] = astuple(stats.encoder_cache)
         if submitted is not None:
             frame["size"] = len(submitted.sequences)
             frame["chunks"] = self._chunks(submitted)
@@ -209,7 +212,8 @@ class Frames:
                 is_beam_search = group.beam_search is not None
                 first, most = group.seqs[0], self.engine.max_model_len
                 lengths = [first.num_prompt_tokens, min(first.max_total_tokens, most)]
-                new.append([number, *lengths, len(group.seqs), is_beam_search, group.priority, *now])
+                items = [[[item.position, item.length] for item in group.items]] if group.items else []
+                new.append([number, *lengths, len(group.seqs), is_beam_search, group.priority, *now, *items])
         return new
 
     def _changes_of_requests(self, moved: bool, changed: set[str]) -> Frame:
@@ -356,6 +360,7 @@ class Request:
     tokens: int = 0
     computed: int = 0
     preemptions: int = 0
+    items: list[list[int]] = field(default_factory=list)
 
 
 class Picture:
@@ -366,6 +371,7 @@ class Picture:
         queues: numbers of waiting, running and swapped requests.
         tables, host: sequence -> (request, blocks).
         cached: the cached blocks.
+        encoder: as in frames; empty before anything was encoded.
         last: the last frame.
         output_tokens, preempted, hit_tokens, prompt_tokens: totals since the first frame.
     """
@@ -373,6 +379,7 @@ class Picture:
     def __init__(self) -> None:
         self.last: Frame = {}
         self.key: Frame = {}
+        self.encoder: tuple[int, ...] = ()
         self.output_tokens = self.preempted = self.hit_tokens = self.prompt_tokens = 0
 
     def apply(self, frame: Frame) -> None:
@@ -399,6 +406,7 @@ class Picture:
             self.preempted += kind in ("preempted", "swapped out")
             if kind == "finished":
                 self.requests.pop(number, None)
+        self.encoder = tuple(frame.get("encoder", self.encoder))
         prefill, _, output, cached = frame["tokens"]
         self.output_tokens, self.prompt_tokens = self.output_tokens + output, self.prompt_tokens + prefill + cached
         self.hit_tokens += cached

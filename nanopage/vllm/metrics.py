@@ -16,6 +16,7 @@ from nanopage.engine.engine import LLMEngine
 from nanopage.engine.output_processor import Request
 from nanopage.outputs import RequestOutput, StepStats
 from nanopage.params import PoolingParams, SamplingParams
+from nanopage.step import EncoderCache
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -112,7 +113,8 @@ class Observations:
 
 
 class Metrics:
-    """Counts what an engine does, from now on. Metrics of drafts are missing without speculative decoding."""
+    """Counts what an engine does, from now on. Metrics of drafts are missing without speculative decoding, and
+    those of encoders without an encoder."""
 
     def __init__(self, engine: LLMEngine):
         config, speculation = engine.config, engine.config.speculation
@@ -122,6 +124,8 @@ class Metrics:
         self.accepted = [0] * (0 if speculation is None else speculation.num_speculative_tokens)  # by position
         self.ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)  # completions, by finish_reason
         self.histograms = {name: Observations(bounds) for name, bounds in HISTOGRAMS.items()}
+        shape = engine.model_config
+        self.encoder_cache = EncoderCache() if shape.encoders or shape.encoded_positions else None
         self.busy_seconds = 0.0  # of all steps
         self.last_step = StepStats()
         self.queues = engine.scheduler
@@ -155,6 +159,8 @@ class Metrics:
                 self.counters[name] += count
             for position, count in enumerate(stats.accepted_tokens):
                 self.accepted[position] += count
+        if self.encoder_cache is not None:
+            self.encoder_cache = stats.encoder_cache or self.encoder_cache
         if num_tokens := stats.prefill_tokens + stats.output_tokens:
             self.histograms["iteration_tokens_total"].add(num_tokens)
         self.busy_seconds += stats.seconds
@@ -207,7 +213,8 @@ class Metrics:
 
         def family(kind: Any, name: str, *samples: tuple) -> "Family":
             """Args: samples: further labels, and arguments of `add_metric`."""
-            found = kind(f"vllm:{name}", name.replace("_", " "), labels=[*self.labels, *samples[0][0]])
+            name = name if ":" in name else f"vllm:{name}"
+            found = kind(name, name.partition(":")[2].replace("_", " "), labels=[*self.labels, *samples[0][0]])
             for labels, *values in samples:
                 found.add_metric([*self.labels.values(), *labels.values()], *values)
             return found
@@ -224,6 +231,10 @@ class Metrics:
         if self.accepted:
             by_position = [({"position": str(position)}, count) for position, count in enumerate(self.accepted)]
             yield family(CounterMetricFamily, ACCEPTED, *by_position)
+        if (cache := self.encoder_cache) is not None:
+            yield family(CounterMetricFamily, "mm_cache_queries", ({}, cache.queries))
+            yield family(CounterMetricFamily, "mm_cache_hits", ({}, cache.hits))
+            yield family(GaugeMetricFamily, "nanopage:encoder_cache_bytes", ({}, float(cache.num_bytes)))
         ended = [({"finished_reason": reason}, count) for reason, count in self.ended.items()]
         yield family(CounterMetricFamily, "request_success", *ended)
         for name, values in self.histograms.items():

@@ -189,6 +189,10 @@ KEY = {
             "requests": [[i, 2**52, 1, 1, False, 0, 2**52, 0, 0] for i in range(200000)],
             "queues": [[*range(200000)], [], []],
         },
+        {
+            "requests": [[1, 9, 9, 1, False, 0, 9, 9, 0, [[i, -(2**52)] for i in range(100000)]]],
+            "queues": [[], [1], []],
+        },
         {"num_blocks": None, "queues": [1, 2], "tables": [[1, 1, 5]]},
     ],
 )
@@ -208,6 +212,7 @@ def test_a_hostile_recording_is_shown_as_text_or_refused(page, change):
 
 def test_a_file_that_is_no_recording_is_refused(page):
     lines = [KEY, KEY | {"frame": "step"}, KEY | {"why": 1}, KEY | {"num_blocks": "<b>"}, KEY | {"cached": [[[]], "x"]}]
+    lines.append(KEY | {"requests": [[1, 9, 9, 1, False, 0, 9, 9, 0, 5]]})
     lines = [f"{json.dumps(KEY)}\n{json.dumps(line)}" for line in lines[1:]]
     lines += [f"{json.dumps(KEY)}\n{line}" for line in ("null", "[]", '{"why": [], "step": 1e999}', "[" * 100000)]
     for text in ("hello", "{}", json.dumps({"frame": "key", "version": 9}), *lines):
