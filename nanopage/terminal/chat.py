@@ -3,6 +3,7 @@
 nanopage chat                                a conversation; Ctrl-C stops a reply, Ctrl-D leaves
 nanopage chat What is a KV cache?            one answer on stdout, everything else on stderr
 git diff | nanopage chat -p "Explain this"   the pipe is added to the prompt
+nanopage chat --image cat.png What is this?  for models that see images
 
 Exit codes: 0 answered, 1 could not, 2 wrong usage, 130 stopped by Ctrl-C, 128 + N ended by signal N.
 """
@@ -39,6 +40,7 @@ def chat(
     ] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and leave.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    image: Annotated[list[Path] | None, typer.Option(help="An image for the prompt; may be repeated.")] = None,
     go_on: Annotated[bool, typer.Option("--continue", help="Go on with the last conversation.")] = False,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy [default: the model's own, else 0].")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling [default: the model's own, else 1].")] = None,
@@ -66,6 +68,10 @@ def chat(
             refuse("--json is for one answer: give -p, arguments or a pipe")
         if go_on and not talks:
             refuse(f"--continue is for a conversation, and {why_not}")
+        if image and talks:
+            refuse("--image is for one answer: in a conversation, /image FILE sends one with the next message")
+        if image and raw:
+            refuse("--image needs a chat template, and --raw goes without")
         if tools is not None and not tools.is_file():
             refuse(f"--tools: no file {tools}")
         if tools is not None and not talks:
@@ -86,7 +92,9 @@ def chat(
         if question is None:
             changes = asked if go_on else None
             return converse(load, model, instructions, changes, raw, plain, verbose, ctx.command_path, tools)
-        return answer(load, model, question, instructions, raw, plain, as_json)
+        messages: list[dict] = [{"role": "system", "content": instructions}] if instructions else []
+        messages.append({"role": "user", "content": with_images(question, model, image or [])})
+        return answer(load, model, question if raw else messages, plain, as_json)
 
     run_command(work, verbose)
 
@@ -206,17 +214,30 @@ def decoded(text: str, name: str) -> str:
     return text
 
 
-def answer(
-    load: Callable, model: str | None, question: str, system: str | None, raw: bool, plain: bool, as_json: bool
-) -> int:
-    """One answer on stdout, as text (its figures on stderr) or as JSON. Returns the exit code."""
+def with_images(question: str, model: str | None, files: list[Path]) -> str | list[dict]:
+    """The content of a message, with the images of these files. Raises: ValueError, OSError naming what is wrong."""
+    if not files:
+        return question
+    from nanopage.terminal.images import Images, check_sight
+    from nanopage.weights import hub, loader
+
+    images = Images()
+    kept = [images.add(str(file)) for file in files]
+    check_sight(loader.read_config(hub.resolve(model)), hub.name_of(model))
+    return images.put([{"role": "user", "content": question, "images": kept}])[0]["content"]
+
+
+def answer(load: Callable, model: str | None, asked: str | list[dict], plain: bool, as_json: bool) -> int:
+    """One answer on stdout, as text (its figures on stderr) or as JSON. Returns the exit code.
+
+    Args: asked: a text to go on with, or messages.
+    """
     with unechoed():
         llm, name, params = load(model)
 
     from nanopage.terminal.reply import encode, generate
 
-    messages = [{"role": "system", "content": system}] if system else []
-    prompt = encode(llm, question if raw else [*messages, {"role": "user", "content": question}])
+    prompt = encode(llm, asked)
     with interruptible() as interrupt:
         reply = generate(llm, prompt, params, interrupt, plain, show=not as_json)
     if reply is None:  # Ctrl-C came before the first token

@@ -9,6 +9,7 @@ from pathlib import Path
 from nanopage.params import SamplingParams
 from nanopage.terminal.blocks import CACHED, FREE, draw
 from nanopage.terminal.conversation import RULE, Command, Conversation
+from nanopage.terminal.images import images_of
 from nanopage.terminal.prompt import edit
 from nanopage.terminal.session import Session, check_setting
 from nanopage.terminal.text import say, say_drawn, say_table
@@ -62,6 +63,7 @@ def show(chat: Conversation, argument: str | None) -> None:
             ("model", chat.describe_model()),
             ("context", f"{chat.llm.engine.max_model_len:,} tokens; {RULE}"),
             ("system", chat.session.system or "-"),
+            ("images", _describe(chat, [*images_of(chat.session.messages), *chat.attached]) or "-"),
         ]
     )
     _show_settings(chat)
@@ -69,6 +71,18 @@ def show(chat: Conversation, argument: str | None) -> None:
 
 def _show_settings(chat: Conversation) -> None:
     say_table((name, repr(value)) for name, value in chat.session.settings().items())
+
+
+def image(chat: Conversation, argument: str | None) -> None:
+    if argument is not None:
+        chat.check_images()
+        chat.attached = [] if argument in ("", '""') else [*chat.attached, chat.images.add(argument)]
+    names = _describe(chat, chat.attached)
+    say(f"{names}: with the next message" if names else "no image goes with the next message")
+
+
+def _describe(chat: Conversation, images: list[dict]) -> str:
+    return ", ".join(map(chat.images.describe, images))
 
 
 def edit_message(chat: Conversation, argument: str | None) -> None:
@@ -219,7 +233,8 @@ COMMANDS: dict[str, Command] = {
     "/help": ("", "this list", show_help),
     "/system": ("[TEXT]", 'show or set the system message; "" removes it', system),
     "/set": ("[NAME [VALUE]]", "show or change settings: /set temperature 0.7, /set seed default", change_setting),
-    "/show": ("", "model, system message and settings", show),
+    "/show": ("", "model, system message, images and settings", show),
+    "/image": ("[FILE]", 'send an image with the next message, or list them; "" removes them', image),
     "/edit": ("", "write a message in $VISUAL or $EDITOR, beginning with the last one", edit_message),
     "/continue": ("", "go on with a reply that was cut or stopped", continue_reply),
     "/regen": ("", "another reply to the last message", regenerate),

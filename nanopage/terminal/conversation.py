@@ -9,9 +9,10 @@ from pathlib import Path
 from nanopage.grammar.tool_formats import ToolFormat
 from nanopage.llm import LLM
 from nanopage.params import SamplingParams
+from nanopage.terminal.images import Images, check_sight, images_of
 from nanopage.terminal.kept import Kept
 from nanopage.terminal.prompt import Prompt, unquoted
-from nanopage.terminal.reply import Reply, encode, generate, shows_markdown
+from nanopage.terminal.reply import Reply, count_tokens, encode, generate, shows_markdown
 from nanopage.terminal.session import SETTINGS, Session, nearest, state_directory
 from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.text import describe_error, say
@@ -73,6 +74,7 @@ class Conversation:
         self.last: Reply | None = None  # the session's last reply, if this process generated its end
         self.last_ids: list[int] = []  # all tokens of that reply
         self.earlier: list[tuple[list[dict], int, str]] = []  # for /undo: messages, `first`, and the words to say
+        self.images, self.attached = Images(), list[dict]()  # attached: what goes with the next message
         self.done = False
         self._typed = bytearray()  # during replies, for the next prompt
         if shows_markdown(plain):
@@ -86,7 +88,7 @@ class Conversation:
 
     def run(self) -> int:
         """Read and answer until the user leaves. Returns the exit code."""
-        words = {"/set": SETTINGS, "/save": None, "/load": None, "/model": None}
+        words = {"/set": SETTINGS} | dict.fromkeys(("/save", "/load", "/model", "/image"))
         history = state_directory() / "history" if self.kept is not None else None
         prompt = Prompt(history, {name: words.get(name, ()) for name in self.commands})
         if prompt.why_no_history:
@@ -168,7 +170,10 @@ class Conversation:
         run(self, None if argument is None else unquoted(argument)[0])
 
     def ask(self, message: str) -> None:
-        self.reply([*self.session.messages, {"role": "user", "content": message}], "The last turn is gone")
+        asked = {"role": "user", "content": message} | ({"images": self.attached} if self.attached else {})
+        self.reply([*self.session.messages, asked], "The last turn is gone")
+        if any(sent is asked for sent in self.session.messages):
+            self.attached = []
 
     def reply(
         self,
@@ -207,7 +212,7 @@ class Conversation:
                 if not calls:
                     message = {"role": "assistant", "content": begun + reply.text} | ({"steps": steps} if steps else {})
                     self.become([*messages, message], first, undone)
-                    self.last, self.last_ids = reply, reply.token_ids[len(prompt) :]
+                    self.last, self.last_ids = reply, reply.token_ids[reply.num_prompt_tokens - len(begun_ids) :]
             self._say_figures(reply)
             if not calls:
                 return
@@ -241,12 +246,13 @@ class Conversation:
             return "".join(message["content"] for message in messages[first:])
         return self.session.prompt(messages, first)
 
-    def _encode(self, messages: list[dict], first: int, steps: list[dict]) -> list[int]:
-        """The tokens of the prompt for these messages, and for what followed the last of them."""
+    def _encode(self, messages: list[dict], first: int, steps: list[dict]) -> dict:
+        """The prompt for these messages, and for what followed the last of them."""
         prompt = self._prompt(messages, first)
         if isinstance(prompt, str):
             return encode(self.llm, prompt)
-        return encode(self.llm, prompt + steps, None if self.toolbox is None else self.toolbox.describe())
+        sent = self.images.put(prompt) + steps
+        return encode(self.llm, sent, None if self.toolbox is None else self.toolbox.describe())
 
     def _fit(self, messages: list[dict], num_begun: int, steps: list[dict]) -> int:
         """The index of the first message to send: the same as before, or a later one if a reply would not fit (RULE).
@@ -256,7 +262,7 @@ class Conversation:
         """
 
         def count(first: int) -> int:
-            return len(self._encode(messages, first, steps)) + num_begun
+            return count_tokens(self.llm, self._encode(messages, first, steps)) + num_begun
 
         limit, first = self.llm.engine.max_model_len, self.session.first
         reserved = min(self.session.params.max_tokens or limit, limit // 8)
@@ -282,6 +288,12 @@ class Conversation:
     def check_settings(self, params: SamplingParams) -> None:
         """Raises ValueError for settings that this model refuses, such as tokens that it does not have."""
         self.llm.engine.input_processor.make_request("check", {"prompt_token_ids": [0]}, params)
+
+    def check_images(self) -> None:
+        """Raises: ValueError if no images can be sent here."""
+        if self.raw:
+            raise ValueError("--raw has no chat template to send images by")
+        check_sight(self.llm.engine.model_config, self.session.model)
 
     def undo(self) -> str:
         """Take back the last change of the conversation. Returns words for it. Raises ValueError if there is none."""
@@ -310,6 +322,9 @@ class Conversation:
         loaded.params = dataclasses.replace(loaded.params, **changes or {})
         if self.raw and loaded.system:
             raise ValueError(f"{file} has a system message, and --raw has no chat template to send it by")
+        if images_of(loaded.messages):
+            self.check_images()
+            self.images.load(loaded.messages)
         try:
             self.check_settings(loaded.params)
         except (ValueError, TypeError) as error:
@@ -345,7 +360,9 @@ class Conversation:
         """Raises ValueError, OSError if its files show that it cannot be loaded."""
         path = hub.resolve(model)
         checkpoint = loader.open_checkpoint(path)
-        loader.read_config(checkpoint)
+        config = loader.read_config(checkpoint)
+        if self.attached or images_of(self.session.messages):
+            check_sight(config, f"the conversation has images, and {path}")
         if Tokenizer(checkpoint).chat_template is None and not self.raw:
             raise ValueError(f"{path} has no chat template: it is a base model, and needs --raw")
 

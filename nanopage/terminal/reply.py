@@ -5,10 +5,11 @@ import dataclasses
 import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 from nanopage.grammar.tool_pieces import Content
 from nanopage.grammar.tool_reply import ReplyReader
+from nanopage.inputs import Prompt
 from nanopage.llm import LLM
 from nanopage.outputs import CompletionOutput, RequestOutput, StepStats
 from nanopage.params import SamplingParams
@@ -17,6 +18,7 @@ from nanopage.terminal.log import held_log
 from nanopage.terminal.signals import Interrupt
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import printable
+from nanopage.text.image_parts import take_images
 from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
 from nanopage.text.tool_prompt import render_chat
 
@@ -100,20 +102,30 @@ def shows_markdown(plain: bool) -> bool:
     return not plain and not os.environ.get("NO_COLOR") and smart and sys.stdout.isatty()
 
 
-def encode(llm: LLM, prompt: str | list[dict], tools: list[dict] | None = None) -> list[int]:
-    """The tokens of a text, or of a conversation through the chat template. Raises ValueError, TypeError.
+def encode(llm: LLM, prompt: str | list[dict], tools: list[dict] | None = None) -> dict[str, Any]:
+    """A text, or a conversation through the chat template, as a prompt of the engine. Raises ValueError, TypeError.
 
     Args: tools: the tools that the model may call.
     """
     encode = llm.engine.input_processor.prompts.encode
     if isinstance(prompt, str):
-        return encode(prompt)
-    return encode(render_chat(llm.get_tokenizer(), prompt, tools), add_special_tokens=False)
+        return {"prompt_token_ids": encode(prompt)}
+    messages, images = take_images(prompt)
+    text = render_chat(llm.get_tokenizer(), messages, tools)
+    ids = {"prompt_token_ids": encode(text, add_special_tokens=False)}
+    return ids | ({"multi_modal_data": {"image": images}} if images else {})
+
+
+def count_tokens(llm: LLM, prompt: dict[str, Any]) -> int:
+    """How many tokens a prompt has, with those of its images."""
+    if "multi_modal_data" in prompt:
+        return len(llm.engine.input_processor.prompts.read(cast(Prompt, prompt)).token_ids)
+    return len(prompt["prompt_token_ids"])
 
 
 def generate(
     llm: LLM,
-    token_ids: list[int],
+    prompt: dict[str, Any],
     params: SamplingParams,
     interrupt: Interrupt,
     plain: bool = False,
@@ -125,30 +137,30 @@ def generate(
     """Stream one reply to stdout. `interrupt` ends it, frees its blocks and keeps its text. None if nothing came.
 
     Args:
-        token_ids: the prompt.
+        prompt: of `encode`.
         show: False writes nothing to stdout.
         begun, begun_ids: the beginning of the reply, which was shown before, as text and as tokens.
         reader: finds the calls of tools, which are not shown.
 
     Raises: ValueError, TypeError for a prompt that cannot be answered, before anything is shown.
     """
-    prompt = [*token_ids, *begun_ids]
-    tokenizer = llm.get_tokenizer()
-    thinking = last_mark(tokenizer, prompt, tail=8) == THINK
+    ids, tokenizer = [*prompt["prompt_token_ids"], *begun_ids], llm.get_tokenizer()
+    thinking = last_mark(tokenizer, ids, tail=8) == THINK
     thinks = thinking or knows_reasoning(tokenizer.template_for(reader is not None))
     reasoning = {"reasoning": thinking if thinks else None}  # no stop string is searched for in reasoning
-    stream = cast(Generator[RequestOutput], llm.stream({"prompt_token_ids": prompt} | reasoning, params))
+    whole = cast(Prompt, prompt | {"prompt_token_ids": ids} | reasoning)
+    stream = cast(Generator[RequestOutput], llm.stream(whole, params))
     printer, output, loops, guard = None, None, False, LoopGuard()
     markdown, on_terminal = shows_markdown(plain), sys.stdout.isatty()
     with held_log(), contextlib.closing(stream):
         try:
-            for output in _after_reading(llm, stream, len(prompt), interrupt):
+            for output in _after_reading(llm, stream, count_tokens(llm, prompt) + len(begun_ids), interrupt):
                 completion = output.outputs[0]
                 delta = _shown(completion, reader)
                 delta = printable(delta) if on_terminal else delta
                 if show and markdown:
                     if printer is None:
-                        printer = _printer(llm, token_ids, begun)
+                        printer = _printer(llm, prompt["prompt_token_ids"], begun)
                         interrupt.resumed = printer.go_on_below
                     printer.feed(delta)
                 elif show:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from nanopage.files.model_files import find_surrogate, read_json
 from nanopage.params import SamplingParams
+from nanopage.terminal.images import check_images
 from nanopage.text.chat_template import normalize_messages
 
-FORMAT, VERSION = "nanopage chat session", 2  # version 1 has no calls of tools
+FORMAT, VERSION = "nanopage chat session", 3  # version 1 has no calls of tools, and version 2 no images
 MAX_BYTES = 16 << 20  # of a session file: far more than any context holds
 # Settings without an effect in a conversation, where there is one reply, shown as text.
 NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "output_kind")
@@ -24,7 +25,7 @@ SETTINGS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name no
 class Session:
     """`messages` are the user's and the assistant's in turn. `first` is the index of the first message that is still
     sent. A message of the assistant may have "steps": the messages that came before its content, which are calls of
-    tools and their results."""
+    tools and their results. A message of the user may have "images" (images.py)."""
 
     params: SamplingParams
     system: str | None = None
@@ -48,9 +49,10 @@ class Session:
         return {name: getattr(self.params, name) for name in SETTINGS}
 
     def to_json(self) -> str:
+        fields = {name for message in self.messages for name in message}
         data = {
             "format": FORMAT,
-            "version": VERSION if any("steps" in message for message in self.messages) else 1,
+            "version": 3 if "images" in fields else 2 if "steps" in fields else 1,
             "model": self.model,
             "system": self.system,
             "messages": self.messages,
@@ -124,11 +126,13 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
         raise ValueError("messages must be a list of pairs, a user's and an assistant's")
     for i, message in enumerate(messages):
         role = ("user", "assistant")[i % 2]
-        fields = message.keys() - {"steps"} if isinstance(message, dict) and i % 2 else message
+        fields = message.keys() - {("images", "steps")[i % 2]} if isinstance(message, dict) else message
         if not isinstance(message, dict) or {*fields} != {"role", "content"} or message["role"] != role:
             raise ValueError(f"messages[{i}] must be {{'role': '{role}', 'content': ...}}, got {message!r}")
         if "steps" in message:
             _check_steps(message["steps"], f"messages[{i}]['steps']")
+        if "images" in message:
+            check_images(message["images"], f"messages[{i}]['images']")
         if not isinstance(message["content"], str):
             raise TypeError(f"messages[{i}]['content'] must be a string, not {message['content']!r}")
     if not isinstance(settings, dict):

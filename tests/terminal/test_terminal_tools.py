@@ -49,13 +49,14 @@ def talk(llm, tmp_path, monkeypatch, capsys):
         return encode(llm, prompt, tools)
 
     def scripted_generate(llm, prompt, params, interrupt, plain, begun, begun_ids, reader):
+        ids = prompt["prompt_token_ids"]
         text = replies.pop(0)
         for character in text if reader is not None else ():
             reader.feed(character)
         if reader is not None:
             reader.end()
         assert reader is None or not params.skip_special_tokens
-        return Reply(text, "stop", len(prompt), 0, 5, 0.1, None, None, [*prompt, 1, 2])
+        return Reply(text, "stop", len(ids), 0, 5, 0.1, None, None, [*ids, 1, 2])
 
     monkeypatch.setattr(nanopage.terminal.conversation, "encode", recorded_encode)
     monkeypatch.setattr(nanopage.terminal.conversation, "generate", scripted_generate)
