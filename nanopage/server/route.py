@@ -1,11 +1,13 @@
 """Route: chooses the replica of a call by the policies of routing.py. Ray Serve's ReplicaRouter asks it."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 
 import msgspec
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from nanopage.server.images import TOKENS
 from nanopage.server.routing import Router
 
 PART = 256  # bytes of a prompt, as JSON, that the router compares as one part
@@ -13,6 +15,7 @@ PART_TOKENS = PART // 4
 MAX_PARTS = 1024  # in a prompt
 OUTPUT_TOKENS = 256  # a guess at the output of a request that does not limit it
 MAX_OUTPUT_TOKENS = 1024  # the guess for higher limits: most limits are far above what is needed
+IMAGE = re.compile(rb'"data:image/[\w.+-]+;base64,[^"]*"|(?<="data":)"[A-Za-z0-9+/=]{1000,}"')  # as JSON
 
 
 class Route:
@@ -77,17 +80,23 @@ class ReplicaRouter(RequestRouter):
 
 
 def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
-    """The prompt of a body in parts for `Router.choose`, and an estimate of its tokens.
+    """The prompt of a body in parts for `Router.choose`, and an estimate of its tokens. An image counts as TOKENS.
 
     Args: salt: keeps cached prefixes apart.
     """
     prompt = [body[name] for name in ("instructions", "system", "messages", "input", "prompt") if name in body]
-    text = msgspec.json.encode(prompt)
+    text = IMAGE.sub(_stand_in, msgspec.json.encode(prompt))
     digest, parts = hashlib.blake2b(f"{salt} {body.get('cache_salt')}".encode(errors="replace"), digest_size=16), []
     for start in range(0, min(len(text) // PART, MAX_PARTS) * PART, PART):
         digest.update(text[start : start + PART])
         parts.append(digest.copy().digest())
     return parts, len(text) // 4 + 1
+
+
+def _stand_in(image: re.Match[bytes]) -> bytes:
+    """A text of TOKENS tokens that depends on an image."""
+    digest = hashlib.blake2b(image[0], digest_size=16).hexdigest().encode()
+    return digest * (4 * TOKENS // len(digest))
 
 
 def num_output_tokens(body: dict) -> int:

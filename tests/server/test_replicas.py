@@ -405,6 +405,26 @@ def test_prompts_that_begin_alike_have_the_same_first_parts(routes):
     assert routes.prompt_parts(prompt)[0] and not set(routes.prompt_parts(prompt, "key")[0]) & set(first)
 
 
+def test_an_image_counts_as_a_whole_and_only_the_same_image_is_a_known_prefix(routes):
+    def bodies(data):
+        yield [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}]
+        yield [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}]
+
+    def parts_of(image, *texts):
+        parts = [*image, *({"type": "text", "text": text} for text in texts)]
+        return routes.prompt_parts({"messages": [{"role": "user", "content": parts}]})
+
+    for small, same, other in zip(bodies("A" * 5000), bodies("A" * 5000), bodies("A" * 400_000 + "BB=="), strict=True):
+        (first, tokens), (again, more), (parts, large) = parts_of(small), parts_of(same, "cat " * 500), parts_of(other)
+        assert 1000 < tokens == large < 1100 < 1500 < more
+        assert again[: len(first) - 1] == first[:-1] and not set(first) & set(parts)
+        router = Router()
+        router.add("a")
+        router.add("b")
+        chosen = [router.choose(each, routes.PART_TOKENS, tokens) for each in (first, parts, parts, first)]
+        assert chosen == ["a", "b", "b", "a"]
+
+
 def test_the_number_of_parts_is_limited(routes):
     assert len(routes.prompt_parts({"prompt": "x" * (1 << 20)})[0]) == routes.MAX_PARTS
 
