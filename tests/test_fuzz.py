@@ -3,10 +3,10 @@
 A world is a tiny float64 model with a random pool, host pool, block size, token budget, policy and set of requests that
 arrive, share prefixes, fork into several completions or beams, get preempted, swapped and aborted at random. The oracle
 has one block per sequence, no prefix cache and no neighbours; it runs every completion by itself, and recomputes every
-beam from its tokens at every step. In half of the worlds, some prompts have embeddings in the place of tokens. Rounding
-cannot hide or fake a difference in float64. In half of the worlds, the messages between the engine and its worker
-travel as bytes. Steps that do not overlap check drafts: the oracle's continuation, the same with a wrong token, and
-random tokens.
+beam from its tokens at every step. In half of the worlds, some prompts have embeddings in the place of tokens; in
+others, images and soft prompts, too. Rounding cannot hide or fake a difference in float64. In half of the worlds, the
+messages between the engine and its worker travel as bytes. Steps that do not overlap check drafts: the oracle's
+continuation, the same with a wrong token, and random tokens.
 
     NANOPAGE_FUZZ_WORLDS=2000 pytest tests/test_fuzz.py -s      more worlds, and what happened in them
     NANOPAGE_FUZZ_SEED=7 ...                                    other worlds
@@ -15,6 +15,7 @@ random tokens.
     NANOPAGE_FUZZ_RANK_WORLDS=500 NANOPAGE_FUZZ_RANKS=2x2 ...   more of those with several workers
 """
 
+import json
 import os
 import random
 import re
@@ -29,6 +30,7 @@ import torch
 from helpers import LONG, BytesExecutor, ForkedLink, save_tokenizer, tiny_bart, tiny_model, tiny_t5
 from on_a_cpu import graphs_for, make_sample_all, pieces_for
 from safetensors.torch import load_file, save_file
+from seeing import gemma_model, idefics_model, picture, qwen_model
 from test_lora import save_adapter
 
 from nanopage import (
@@ -36,6 +38,7 @@ from nanopage import (
     EngineConfig,
     LLMEngine,
     LoRARequest,
+    PromptAdapterRequest,
     RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
@@ -53,7 +56,7 @@ from nanopage.params import RequestOutputKind
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.lookup import StepTimes
 from nanopage.state.layer_kinds import BlockNeeds, divide_layers
-from nanopage.step import WorkerDiedError
+from nanopage.step import Item, WorkerDiedError
 from nanopage.text.prompts import TokenizedPrompt
 from nanopage.view.explain import make_sentences, told
 from nanopage.view.frames import Frames, Picture
@@ -233,7 +236,9 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=BLOCK_SIZES) -
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
         "preemption_mode": rng.choice([None, None, "recompute", "swap", "swap"]),
         "enable_prompt_embeds": oracle.config.enable_prompt_embeds,
+        "enable_prompt_adapter": oracle.config.enable_prompt_adapter,
     }
+    options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], least_budget(oracle))
     blocks_of_one, size = measure_blocks(oracle, options)
     options["num_gpu_blocks_override"] = times * blocks_of_one + more
     if options["preemption_mode"] != "recompute":
@@ -259,40 +264,57 @@ def draw_world(rng: random.Random, oracle: LLMEngine, block_sizes=BLOCK_SIZES) -
         if options["scheduling_policy"] == "priority":
             plan.priority = rng.choice([-1, 0, 0, 1])
         plans.append(plan)
-    put_items(oracle, plans)
+    put_items(oracle, plans, max_model_len)
     return options, plans
 
 
-def put_items(oracle: LLMEngine, plans: list[Planned]) -> None:
-    """Give some prompts embeddings in the place of some tokens, the same ones as other prompts, or others. If the model
-    has an encoder, give it a text for each."""
+def put_items(oracle: LLMEngine, plans: list[Planned], max_model_len: int) -> None:
+    """Give some prompts embeddings or images in the place of some tokens, the same ones as other prompts, or others. If
+    the model has an encoder of text, give it a text for each."""
     rng = random.Random(repr([plan.prompt for plan in plans]))
     if oracle.model_config.encoded_positions:
         texts = [[rng.randrange(100) for _ in range(length)] for length in (1, 9, MAX_LEN)]
         for plan in plans:
             plan.prompt["encoder_prompt"] = TokenizedPrompt(None, rng.choice(texts))
-    if not oracle.config.enable_prompt_embeds or rng.random() < 0.5:
+    images = getattr(oracle, "images", [])
+    if not oracle.config.enable_prompt_embeds or (not images and rng.random() < 0.5):
         return
     generator = torch.Generator().manual_seed(rng.randrange(1000))
-    contents = torch.randn(2, 16, oracle.model_config.hidden_size, dtype=torch.float64, generator=generator)
-    places = sorted((rng.randrange(20), rng.randint(1, 16)) for _ in range(2))
+    contents = torch.randn(2, 16, oracle.model_config.hidden_size, dtype=torch.float64, generator=generator).numpy()
+    places = sorted((rng.randrange(20), rng.randint(1, 16)) for _ in range(4 if images else 2))
     for plan in plans:
-        stretches, end = [], 0
+        items, end = [], 0
         for position, length in places:
             rows = rng.choice([contents[0], contents[0], contents[1]])[:length]
-            if end <= position and position + length <= len(plan.prompt["prompt_token_ids"]) and rng.random() < 0.8:
-                stretches.append((position, rows))
-                end = position + length
-        if stretches:
-            happened["prompts with embeddings"] += 1
-            plan.prompt["multi_modal_data"] = stretches
+            item = make_item("embeds", position, len(rows), {"embeds": rows}, 3 * len(rows))
+            if images and rng.random() < 0.7:
+                item = replace(rng.choice(images), position=position)
+            after = position + item.length
+            if end <= position and after <= len(plan.prompt["prompt_token_ids"]) and rng.random() < 0.8:
+                items.append(item)
+                end = after
+        if items:
+            kinds = {item.kind for item in items}
+            happened.update(f"prompts with {kind}" for kind in kinds)
+            plan.prompt["multi_modal_data"] = items
+            if not plan.searches and "embeds" in kinds:
+                plan.params.prompt_logprobs = None
+        soft = rng.choice([None, *oracle.soft_prompts]) if images else None
+        room = max_model_len - len(plan.prompt["prompt_token_ids"])
+        if soft is not None and soft.prompt_adapter_num_virtual_tokens < room:
+            happened["prompts with soft prompts"] += 1
+            plan.prompt["prompt_adapter_request"] = soft
             if not plan.searches:
                 plan.params.prompt_logprobs = None
 
 
-def read_stretches(prompt: TokenizedPrompt, stretches: list[tuple[int, torch.Tensor]]) -> None:
-    for position, rows in stretches:
-        prompt.items.append(make_item("embeds", position, len(rows), {"embeds": rows.numpy()}, 3 * len(rows)))
+def least_budget(oracle: LLMEngine) -> int:
+    """How many tokens a step must be able to have: those of an image that no step divides."""
+    return max((image.length for image in getattr(oracle, "images", []) if image.whole), default=1)
+
+
+def read_items(prompt: TokenizedPrompt, items: list[Item]) -> None:
+    prompt.items += items
 
 
 def measure_blocks(oracle: LLMEngine, options: dict) -> tuple[int, int]:
@@ -308,7 +330,8 @@ def press(rng: random.Random, oracle: LLMEngine, options: dict, plans: list[Plan
     """Make a world run out of blocks: prompts share most of their blocks, so that a small pool admits many at once, and
     then all of them grow. What windows give back would otherwise be enough."""
     small = [size for size in block_sizes if size <= 4]
-    options |= {"block_size": rng.choice(small), "max_num_batched_tokens": rng.choice([5, 7, 16])}
+    budget = max(rng.choice([5, 7, 16]), least_budget(oracle))
+    options |= {"block_size": rng.choice(small), "max_num_batched_tokens": budget}
     blocks_of_one, size = measure_blocks(oracle, options)
     options |= {
         "num_gpu_blocks_override": blocks_of_one + rng.choice([0, 1]),
@@ -332,7 +355,7 @@ def press(rng: random.Random, oracle: LLMEngine, options: dict, plans: list[Plan
         plan.arrival = arrival
         if not plan.searches:
             plan.params.max_tokens = rng.choice([20, None])
-    put_items(oracle, plans)
+    put_items(oracle, plans, options["max_model_len"])
 
 
 def watch(engine: LLMEngine) -> None:
@@ -398,13 +421,13 @@ def run_as_on_a_gpu(engine: LLMEngine, uses_triton: bool = False) -> None:
         patch.setattr(jit, "compile_afresh", lambda function: function)
         model = pieces_for(worker.model, uses_triton) if compiles else worker.model
     made = model, worker.kv_cache, runner.table
-    graphs = graphs_for(*made, uses_triton, sample_all)
-    runner.ways = [graphs, Eager(*made, make_attention)]
+    graphs, wrap = graphs_for(*made, uses_triton, sample_all), worker.wings.wrap
+    runner.ways = [wrap(graphs), wrap(Eager(*made, make_attention))]
     runner.sampler.sample_all = sample_all
     count_steps(graphs, "steps on static buffers")
     if compiles:
         pieces = PiecewiseGraphs(*made, make_attention, most=engine.scheduler.token_budget.most // 2 + 1)
-        runner.ways.insert(1, pieces)
+        runner.ways.insert(1, wrap(pieces))
         count_steps(pieces, "steps in pieces on static buffers")
 
 
@@ -421,7 +444,7 @@ def count_steps(way: CUDAGraphs | PiecewiseGraphs, what: str) -> None:
 
 def add(engine: LLMEngine, plan: Planned) -> None:
     """With fewer completions if so many could never run."""
-    engine.input_processor.prompts.item_readers["multi_modal_data"] = read_stretches
+    engine.input_processor.prompts.item_readers["multi_modal_data"] = read_items
     while True:
         try:
             engine.add_request(plan.request_id, plan.prompt, plan.params, plan.priority, plan.adapter)
@@ -651,7 +674,7 @@ def check_queues(scheduler) -> None:
 
 
 def run_alone(oracle: LLMEngine, prompt: dict, params: SamplingParams, max_model_len: int) -> RequestOutput:
-    oracle.input_processor.prompts.item_readers["multi_modal_data"] = read_stretches
+    oracle.input_processor.prompts.item_readers["multi_modal_data"] = read_items
     request = oracle.input_processor.make_request("alone", prompt, params)
     (seq,) = request.group.seqs
     seq.max_total_tokens = min(seq.max_total_tokens, max_model_len)
@@ -690,11 +713,16 @@ def search_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> BeamSe
     return plan.answers[width]
 
 
+def num_soft_tokens(prompt: dict) -> int:
+    soft = prompt.get("prompt_adapter_request")
+    return 0 if soft is None else soft.prompt_adapter_num_virtual_tokens
+
+
 def _search_alone(oracle: LLMEngine, plan: Planned, max_model_len: int) -> BeamSearch:
     prompt, params = plan.prompt["prompt_token_ids"], plan.params
     search = BeamSearch(
         params.width,
-        min(params.max_tokens, max_model_len - len(prompt)),
+        min(params.max_tokens, max_model_len - len(prompt) - num_soft_tokens(plan.prompt)),
         params.length_penalty,
         params.early_stopping,
         oracle.model_config.eos_token_ids,
@@ -967,6 +995,69 @@ def test_nor_do_encoders(world, with_encoders):
 
     how = {"fails": rng.random() < 0.4, "prepare": prepare, "block_sizes": (256,)}  # a block holds a sequence
     check_world(*with_encoders[world % 2], world, rng, False, **how)
+
+
+SQUARE = {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 16}}  # 4 tokens
+LAYERS = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+SEEING = {  # how a model is saved, and the sizes of images
+    "SmolVLM": (partial(idefics_model, preprocessor=SQUARE), [(16, 16)] * 3),
+    "Gemma 3": (partial(gemma_model, text=LAYERS), [(24, 24)] * 3),
+    "Qwen2.5-VL": (qwen_model, [(24, 16), (24, 16), (16, 40)]),
+}
+
+
+@pytest.fixture(scope="module")
+def with_images(tmp_path_factory):
+    """Models that see images, and their oracles: a square is an item; the tokens of an image see each other; images of
+    several sizes, whose tokens have positions of three axes. The oracles have images and soft prompts."""
+    made = []
+    for save, sizes in SEEING.values():
+        save(directory := tmp_path_factory.mktemp("images"))
+        oracle = make_oracle(directory, enable_prompt_adapter=True)
+        reader = oracle.input_processor.prompts.item_readers["multi_modal_data"]
+        oracle.images = [reader._prepare(picture(*size, seed))[1][0] for seed, size in enumerate(sizes)]
+        oracle.soft_prompts = [save_soft_prompt(directory / str(size), size) for size in (2, 5)]
+        made.append((directory, oracle))
+    return made
+
+
+def save_soft_prompt(directory, size: int) -> PromptAdapterRequest:
+    directory.mkdir()
+    rows = torch.randn(size, 64, generator=torch.Generator().manual_seed(size))
+    save_file({"prompt_embeddings": rows}, directory / "adapter_model.safetensors")
+    config = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": size}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return PromptAdapterRequest(str(size), size, str(directory), size)
+
+
+@pytest.mark.parametrize("world", range(-(-WORLDS // 4)))
+def test_nor_do_images(world, with_images):
+    """Beside text, embeddings and soft prompts. The encoder's cache is often too small, and the encoder may fail."""
+    rng = random.Random(f"images-{SEED}-{world}")
+
+    def prepare(engine):
+        poison_free_blocks(engine)
+        rows = engine.executor.worker.wings.items
+        rows.most_bytes, encode = rng.choice([0, 3000, rows.most_bytes]), rows.encoders["image"]
+
+        def failing_encode(payload):
+            happened["images encoded"] += len(payload["pixels"])
+            happened["images encoded together"] += len(payload["pixels"]) > 1
+            if rng.random() < 0.1 and not engine.scheduler.queues.suspects:
+                happened["encoders that failed"] += 1
+                raise RuntimeError("the encoder fails")
+            return encode(payload)
+
+        rows.encoders = {"image": failing_encode}
+        if world % 2:
+            engine.executor = BytesExecutor(engine.executor)
+
+    how = {"as_on_a_gpu": world % 4 > 1, "fails": rng.random() < 0.3, "pressed": world % 3 > 0}
+    engine = check_world(*with_images[world % 3], world, rng, **how, prepare=prepare)
+    happened["images found in the encoder cache"] += engine.executor.worker.wings.items.cache.hits
+    happened["worlds with images that preempted"] += engine.scheduler.queues.num_preemptions > 0
+    happened["worlds with images that swapped"] += engine.executor.worker.kv_cache.host is not None
+    happened["worlds with images and prefix-cache hits"] += engine.scheduler.block_manager.num_hit_tokens > 0
 
 
 @pytest.fixture(scope="module")
@@ -1271,7 +1362,7 @@ def test_the_worlds_were_not_easy():
     assert happened["steps that failed with copies or swaps"] > worlds / 20
     assert happened["constrained completions that were complete"] > worlds / 10
     assert happened["adapters loaded"] > worlds / 5
-    assert happened["prompts with embeddings"] > worlds
+    assert happened["prompts with embeds"] > worlds
     assert happened["tokens of draft models that were accepted"] > happened["tokens of draft models"] / 4
     assert happened["tokens of draft models"] > worlds / 2
     assert happened["adapters found in their slots"] > worlds / 10
