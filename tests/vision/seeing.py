@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -63,6 +64,14 @@ def data_url(image):
     """The URL of an image, or of the bytes of a file."""
     data = image if isinstance(image, bytes) else file_of(image)
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def documented(heading):
+    """What docs/images.md says is refused, in the table with this heading: how each error begins, by case."""
+    text = (Path(__file__).parents[2] / "docs" / "images.md").read_text()
+    table = text.partition(f"\n| {heading} | error |\n|---|---|\n")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").split(" | ") for row in table.splitlines()]
+    return {name: error.removesuffix("...") for names, error in rows for name in names.split("; ")}
 
 
 def prepared(item):
