@@ -1,8 +1,8 @@
 """ItemRows: what a worker knows of the items of its running sequences, and their rows of the first layer's input.
 
-An encoder runs when a chunk of a prompt first reaches an item of its kind, once for all items of a step that have the
-same shape. Its output is kept by the hash of the item: for the next chunks, for other sequences, and for the next turn
-of a conversation, whose prompt has the item again.
+An encoder runs when a chunk of a prompt first reaches an item of its kind, for all items of a step that have the same
+shape together. Its output is kept by the hash of the item: for the next chunks, for other sequences, and for the next
+turn of a conversation, whose prompt has the item again.
 """
 
 from collections import OrderedDict
@@ -19,6 +19,9 @@ from nanopage.models.meta import family_of
 from nanopage.step import Batch, EncoderCache, Item
 
 CACHE_BYTES = 256 * 2**20  # outputs of encoders
+# The most that items which an encoder computes at once may cost together. No step's budget counts outputs that were
+# forgotten in the middle of an item.
+MOST_TOGETHER = 8192
 
 
 class ItemRows:
@@ -111,8 +114,10 @@ class ItemRows:
             if item.hash not in self.outputs:
                 shape = item.kind, *(array.shape for array in item.payload.values())
                 new.setdefault(shape, {})[item.hash] = item
-        for (kind, *_), group in new.items():
-            self._encode(kind, group)
+        for group in [[*group.values()] for group in new.values()]:
+            size = max(1, MOST_TOGETHER // max(1, group[0].cost))
+            for first in range(0, len(group), size):
+                self._encode(group[first : first + size])
         for item in items:
             self.outputs.move_to_end(item.hash)
         found = {item.hash: self.outputs[item.hash] for item in items}
@@ -121,13 +126,12 @@ class ItemRows:
         self.cache.entries = len(self.outputs)
         return found
 
-    def _encode(self, kind: str, items: dict[bytes, Item]) -> None:
-        """Keep the outputs of items whose payloads have the same shapes."""
-        payloads = [item.payload for item in items.values()]
-        arrays = {name: np.stack([payload[name] for payload in payloads]) for name in payloads[0]}
+    def _encode(self, items: list[Item]) -> None:
+        """Keep the outputs of items of one kind, whose payloads have the same shapes."""
+        arrays = {name: np.stack([item.payload[name] for item in items]) for name in items[0].payload}
         payload = {name: to_device(torch.from_numpy(array), self.device) for name, array in arrays.items()}
-        for key, output in zip(items, self.encoders[kind](payload), strict=True):
-            self.outputs[key] = output.clone()  # a view would hold all of them in memory
+        for item, output in zip(items, self.encoders[items[0].kind](payload), strict=True):
+            self.outputs[item.hash] = output.clone()  # a view would hold all of them in memory
             self.cache.num_bytes += output.nbytes
 
     def _parts(self, batch: Batch) -> Iterator[tuple[int, Item, int, int]]:

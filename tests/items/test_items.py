@@ -196,3 +196,5 @@ def test_rows_of_items(tmp_path):
     assert calls[4:] == [[4, 5], [6, 6]] and [int(output[0, 0]) for output in outputs.values()] == [4, 5, 6]
     assert rows.outputs.keys() == {wide(6).hash}
     assert rows.cache == EncoderCache(1, 8 * 64 * 4, queries=8, hits=1)
+    rows.outputs_of([], [image(content, 0, 8, cost=3000) for content in (7, 8, 9)])  # what no budget has counted
+    assert calls[6:] == [[7, 8], [9]]
