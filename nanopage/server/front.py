@@ -190,6 +190,8 @@ class Front:
         async for _ in self._send(Call("GET", "/v1/models", [], b"", "", route)):
             pass
         self._request_router = route.request_router
+        answers = await handle.broadcast("sees_images").results_async(timeout_s=5, return_exceptions=True)
+        self.state.takes_images = True in answers
 
     async def stop(self) -> None:
         """End the calls that still run with an error, then end the replicas. Ray ends hung replicas."""

@@ -157,6 +157,9 @@ class Replica:
             family.samples = [sample._replace(labels=sample.labels | engine) for sample in family.samples]
         return found
 
+    async def sees_images(self) -> bool:
+        return self.state.sees_images()
+
     async def check_health(self) -> None:
         """Ray Serve replaces the replica if this raises a few times in a row."""
         try:

@@ -37,6 +37,7 @@ class ServerState:
         view: the live view, if it is served.
         no_view: why the live view is not served.
         llm: None while the model loads.
+        takes_images: whether the replicas of a front see images.
         adapters: the LoRA adapters that clients may name as models.
         error: why the model could not be loaded.
     """
@@ -54,6 +55,7 @@ class ServerState:
     view: LiveView | None = None
     no_view: str = "it is off"
     llm: AsyncLLM | None = None
+    takes_images: bool = False
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
     error: str | None = None
     draining: bool = False
@@ -84,7 +86,7 @@ class ServerState:
 
     def sees_images(self) -> bool:
         """Whether the model has been loaded and sees images."""
-        return self.llm is not None and "image" in self.llm.engine.model_config.encoders
+        return self.takes_images or (self.llm is not None and "image" in self.llm.engine.model_config.encoders)
 
     def check_health(self) -> None:
         """Raises: ApiError if the server cannot answer requests."""

@@ -13,10 +13,12 @@ import urllib.parse
 import openai
 import psutil
 import pytest
+from asgi import call
 from server_process import serving
 
 from nanopage import LLM, SamplingParams
 from nanopage.distributed import ray_cluster
+from nanopage.server.app import create_app
 from nanopage.server.errors import ApiError
 from nanopage.server.routing import Router
 from nanopage.server.serve import main
@@ -423,6 +425,31 @@ def test_an_image_counts_as_a_whole_and_only_the_same_image_is_a_known_prefix(ro
         router.add("b")
         chosen = [router.choose(each, routes.PART_TOKENS, tokens) for each in (first, parts, parts, first)]
         assert chosen == ["a", "b", "b", "a"]
+
+
+@pytest.mark.parametrize(("answers", "sees"), [([True, True], True), ([False, False], False), ([OSError()], False)])
+def test_bodies_may_be_large_if_the_replicas_see_images(front, monkeypatch, answers, sees):
+    class Handle:
+        def _init(self, **options): ...
+
+        def broadcast(self, name):
+            assert hasattr(front.Replica, name)
+            return self
+
+        async def results_async(self, **options):
+            return answers
+
+    async def send(call):
+        for _ in ():
+            yield
+
+    monkeypatch.setattr(front.serve, "get_app_handle", lambda name: Handle())
+    state = ServerState(["tiny"])
+    server = front.Front(state, None, 1, None, 1, {}, 1)
+    monkeypatch.setattr(server, "_send", send)
+    asyncio.run(server._open())
+    reply = asyncio.run(call(create_app(state, [], ["localhost"]), "POST", "/v1/chat/completions", b" " * (5 << 20)))
+    assert (reply.status == 413) is not sees
 
 
 def test_the_number_of_parts_is_limited(routes):
