@@ -13,7 +13,6 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -34,44 +33,21 @@ from nanopage.server.app import create_routes
 from nanopage.server.errors import ApiError
 from nanopage.server.metrics import CONTENT_TYPE, Page
 from nanopage.server.middleware import AUDIO_PATHS
+from nanopage.server.relay import ENGINE_DEAD, ERROR, HEADERS, POSTS, TEXT_PATHS, Calls, Reply
 from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Settings
 from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
 from nanopage.server.state import ServerState
-from nanopage.server.streaming import DONE, PING, encode_event, until_gone
 
 logger = logging.getLogger("nanopage")
 
-TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-POOLING_PATHS = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank")
-POSTS = (*TEXT_PATHS, *POOLING_PATHS, *AUDIO_PATHS.values(), "/tokenize", "/detokenize", "/v1/messages/count_tokens")
 GETS = ("/v1/models", "/tokenizer_info")  # and paths that begin with them
-HEADERS = (b"content-type", b"traceparent", b"tracestate")  # the client's headers that a replica gets
 MAX_CALLS = 100_000  # at once in a replica, for Ray Serve: the replica's own limits decide
 SECONDS_TO_STOP = 5.0  # for replicas without calls to stop
 HEALTH_SECONDS = 2.0  # between Ray Serve's checks of a replica
 MAX_ATTEMPTS = 3  # at a call whose replicas die: the call may be what kills them
 REPLICA = "Replica"  # the deployment's name
-STOP, MESSAGE_ERROR = encode_event({"type": "message_stop"}), b"\nevent: error\n"  # the last events of /v1/messages
-# The event that says that the engine has died. It cannot contain anything that a client has sent.
-ERROR, ENGINE_DEAD = b'data: {"error":', b'"code":"engine_dead"'
 LOGGING = LoggingConfig(log_level="WARNING", enable_access_log=False)
-
-
-@dataclass
-class Reply:
-    """The part of a reply that has come, and how much of it the client has.
-
-    begun: whether the client has the head.
-    num_events: events of a stream that the client has. After the first event, the call cannot be run again.
-    complete: whether the client has the last event.
-    """
-
-    begun: bool = False
-    num_events: int = 0
-    complete: bool = False
-    streams: bool = False
-    parts: list[bytes] = field(default_factory=list)
 
 
 class ReplicaGoneError(Exception):
@@ -122,14 +98,13 @@ class Front:
         self.seconds_to_stop = seconds_to_stop
         self.routes: FastAPI = create_routes(state)
         self.name = f"nanopage-{state.created}-{id(self):x}"
+        self.calls = Calls(state)
         self.router = Router()
         self.dead: set[str] = set()
         self.num_retried = 0
         self.num_lost = 0
         self._handle: Any = None
         self._request_router: ReplicaRouter | None = None
-        self._tasks: set[asyncio.Task] = set()
-        self._stopping = False
 
     # Start and stop
 
@@ -195,11 +170,7 @@ class Front:
 
     async def stop(self) -> None:
         """End the calls that still run with an error, then end the replicas. Ray ends hung replicas."""
-        self._stopping = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=SECONDS_TO_STOP)  # not for clients that do not read
+        await self.calls.stop()
         with contextlib.suppress(Exception):  # the cluster may be gone
             await asyncio.wait_for(asyncio.to_thread(serve.delete, self.name, _blocking=False), SECONDS_TO_STOP)
             async with asyncio.timeout(SECONDS_TO_STOP):
@@ -255,41 +226,19 @@ class Front:
         route = Route(self.router, parts, num_tokens, self.dead, num_prompt)
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
         call = Call(method, path, headers, body, scope["nanopage.key"], route)
-        reply = Reply()
-        work = asyncio.create_task(self._relay(call, reply, send, scope["nanopage.send"]))
-        gone = asyncio.create_task(until_gone(receive))
-        self._tasks.add(work)
-        self.state.num_active += path in (*TEXT_PATHS, *AUDIO_PATHS.values())
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if reply.complete:  # clients close the connection then
-                await asyncio.wait((work,), timeout=SECONDS_TO_STOP)
-            self.state.num_disconnects += not work.done()
-        finally:
-            self._tasks.discard(work)
-            self.state.num_active -= path in (*TEXT_PATHS, *AUDIO_PATHS.values())
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.wait((work, gone))
-        if not work.cancelled():
-            with contextlib.suppress(OSError):  # the connection has broken
-                await work
+        reply = Reply(path, send, scope["nanopage.send"])
+        counts = path in (*TEXT_PATHS, *AUDIO_PATHS.values())
+        await self.calls.run(self._relay(call, reply), reply, receive, counts)
 
-    async def _relay(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
+    async def _relay(self, call: Call, reply: Reply) -> None:
         """Send a replica's reply to the client. If the replica dies before the client has any of the answer, run the
-        call on another replica.
-
-        Args:
-            send: for the head.
-            direct: for the rest of the reply; bypasses the layers in between.
-        Raises: ApiError if the client has received nothing.
-        """
+        call on another replica. Raises: ApiError."""
         assert call.route is not None
         num_attempts = 1
         try:
             while True:
                 try:
-                    await self._attempt(call, reply, send, direct)
+                    await self._attempt(call, reply)
                     return
                 except ReplicaGoneError as error:
                     if reply.complete:
@@ -308,65 +257,39 @@ class Front:
                     self.num_retried += 1
                     num_attempts += 1
                     logger.warning(f"{call.path}: trying another replica, for {error}")
-        except ApiError as error:
-            if not reply.begun:
-                raise
-            await self._end_stream(call, reply, error, direct)
-        except asyncio.CancelledError:
-            if not self._stopping:
-                raise
-            stopped = ApiError(503, "the server has been shut down", code="shutting_down", retry_after=30)
-            if not reply.begun:
-                raise stopped from None
-            await self._end_stream(call, reply, stopped, direct)
-        except OSError:  # the connection has broken
-            raise
-        except Exception:  # raised by the replica's routes; the replica has logged it as well
-            logger.exception(f"{call.path}: failed")
-            failed = ApiError(500, "an error of the server: its log says more", code="internal_error")
-            if not reply.begun:
-                raise failed from None
-            await self._end_stream(call, reply, failed, direct)
         finally:
             self.num_retried += max(0, call.route.num_choices - num_attempts)  # attempts by Ray Serve itself
             call.route.end()
 
-    async def _attempt(self, call: Call, reply: Reply, send: Send, direct: Send) -> None:
+    async def _attempt(self, call: Call, reply: Reply) -> None:
         """Run a call on one replica. Raises: ReplicaGoneError, ApiError."""
         assert call.route is not None
         head: tuple[int, list[tuple[bytes, bytes]]] | None = None
-        reply.parts.clear()
+        streams, parts = False, []
         async with contextlib.aclosing(self._send(call)) as items:
             async for item in items:
                 if head is None:
                     head = item
-                    reply.streams = dict(head[1]).get(b"content-type", b"").startswith(b"text/event-stream")
+                    streams = dict(head[1]).get(b"content-type", b"").startswith(b"text/event-stream")
                     if head[0] == 503 and call.route.replica is not None:
                         call.route.exclude.add(call.route.replica)
                         raise ReplicaGoneError(f"{call.route.replica} cannot go on")
-                    if reply.begun and not reply.streams:
+                    if reply.begun and not streams:
                         raise ApiError(503, "the replica that ran the request has died", code="replica_died")
-                    if reply.streams and not reply.begun:
-                        reply.begun = True
-                        await send({"type": "http.response.start", "status": head[0], "headers": head[1]})
-                elif reply.streams and item.startswith(ERROR) and ENGINE_DEAD in item:
+                    if streams and not reply.begun:
+                        await reply.begin(*head)
+                elif not streams:
+                    parts.append(item)
+                elif item.startswith(ERROR) and ENGINE_DEAD in item:
                     assert call.route.replica is not None
                     call.route.exclude.add(call.route.replica)
                     raise ReplicaGoneError(f"the engine of {call.route.replica} has died")
-                elif reply.streams and not reply.complete:
-                    num_events = (b"\n" + item).count(b"\ndata: ") - item.count(PING)
-                    reply.num_events += num_events
-                    reply.complete = item.endswith((DONE, STOP)) or MESSAGE_ERROR in b"\n" + item
-                    await direct({"type": "http.response.body", "body": item, "more_body": not reply.complete})
-                    call.route.advance(num_events)
-                elif not reply.streams:
-                    reply.parts.append(item)
-        if head is None or (reply.streams and not reply.complete):
+                else:
+                    call.route.advance(await reply.send_events(item))
+        if head is None or (streams and not reply.complete):
             raise ApiError(500, "an error of the server: its log says more", code="internal_error")
-        if not reply.streams:
-            reply.begun = True
-            await send({"type": "http.response.start", "status": head[0], "headers": head[1]})
-            await direct({"type": "http.response.body", "body": b"".join(reply.parts), "more_body": False})
+        if not streams:
+            await reply.send_whole(*head, b"".join(parts))
 
     async def _send(self, call: Call) -> AsyncGenerator[Any, None]:
         """What a replica yields. Leaving the iterator cancels the call there. Raises: ReplicaGoneError, ApiError."""
@@ -390,16 +313,6 @@ class Front:
         finally:
             if not ended:
                 response.cancel()
-
-    async def _end_stream(self, call: Call, reply: Reply, error: ApiError, direct: Send) -> None:
-        if reply.complete:
-            return
-        is_message = call.path == "/v1/messages"
-        event = error.anthropic_body() if is_message else error.body()
-        if call.path == "/v1/responses":  # its events have a type and a number
-            event |= event["error"] | {"type": "error", "sequence_number": reply.num_events}
-        body = encode_event(event) + (b"" if is_message else DONE)
-        await direct({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _metrics(self) -> bytes:
         num_running = len(self._running() - self.dead) if self.loaded else 0

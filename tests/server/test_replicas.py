@@ -20,9 +20,11 @@ from nanopage import LLM, SamplingParams
 from nanopage.distributed import ray_cluster
 from nanopage.server.app import create_app
 from nanopage.server.errors import ApiError
+from nanopage.server.relay import STOP, Reply
 from nanopage.server.routing import Router
 from nanopage.server.serve import main
 from nanopage.server.state import ServerState
+from nanopage.server.streaming import DONE, PING
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -240,7 +242,7 @@ def test_what_a_client_sends_is_not_taken_for_the_death_of_an_engine(cluster, fr
         assert cluster.request("POST", "/v1/responses", body | {"stream": stream})[0] == 200
         message = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": stream}
         status, _, text = cluster.request("POST", "/v1/messages", message)
-        assert status == 200 and text.endswith(front.STOP if stream else b"}")
+        assert status == 200 and text.endswith(STOP if stream else b"}")
     assert cluster.metric("nanopage:replica_retries_total") == before
 
 
@@ -335,9 +337,14 @@ def relay(front, routes, monkeypatch):
 
         monkeypatch.setattr(server, "_send", run)
         monkeypatch.setattr(server, "_running", running)
-        call = front.Call("POST", path, [], b"", "", routes.Route(server.router, [], 0, server.dead))
+
+        async def relay():
+            call = front.Call("POST", path, [], b"", "", routes.Route(server.router, [], 0, server.dead))
+            reply = Reply(path, send, send)
+            await server.calls.run(server._relay(call, reply), reply, asyncio.Event().wait)
+
         try:
-            asyncio.run(server._relay(call, front.Reply(), send, send))
+            asyncio.run(relay())
         except ApiError as raised:
             sent.append(raised)
         return sent, server
@@ -368,21 +375,21 @@ def test_the_error_of_a_stream_is_an_event_of_its_kind(front, relay, path):
 
 def test_the_error_of_a_message_is_its_last_event(front, relay):
     gone = front.ReplicaGoneError("it has died")
-    sent, server = relay("/v1/messages", [HEAD, front.PING, b"event: x\ndata: {}\n\n"], gone)
+    sent, server = relay("/v1/messages", [HEAD, PING, b"event: x\ndata: {}\n\n"], gone)
     event, end = sent[-1]["body"].split(b"\n\n")
     assert (event.partition(b"\ndata: ")[0], end, server.num_attempts) == (b"event: error", b"", 1)
     assert json.loads(event.partition(b"data: ")[2])["error"]["type"] == "overloaded_error"
-    _, server = relay("/v1/messages", [HEAD, front.PING], gone)
+    _, server = relay("/v1/messages", [HEAD, PING], gone)
     assert server.num_attempts == front.MAX_ATTEMPTS  # a ping is no part of the answer
-    for last in (front.STOP, b'event: error\ndata: {"type":"error","error":{}}\n\n'):
+    for last in (STOP, b'event: error\ndata: {"type":"error","error":{}}\n\n'):
         sent, _ = relay("/v1/messages", [HEAD, last, b""], gone)
         assert [message.get("body") for message in sent] == [None, last]
 
 
 def test_nothing_follows_the_end_of_a_stream(front, relay):
     for error in (front.ReplicaGoneError("it has died"), ValueError("made up")):
-        sent, _ = relay("/v1/responses", [HEAD, front.DONE, b"more"], error)
-        assert [message.get("body") for message in sent] == [None, front.DONE]
+        sent, _ = relay("/v1/responses", [HEAD, DONE, b"more"], error)
+        assert [message.get("body") for message in sent] == [None, DONE]
 
 
 def test_ray_client_is_refused(monkeypatch):
