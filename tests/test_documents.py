@@ -145,6 +145,8 @@ class Shell:
 
     def serve(self, options: list[str]) -> None:
         args = serve.parser().parse_args(options)
+        if args.models_dir or any("=" in model for model in args.model or ()):  # models that are not here
+            return
         if args.replicas is not None:  # the rest would start Ray
             serve.check_replicas(args)
             EngineArgs.from_cli_args(args)

@@ -177,11 +177,11 @@ def create_routes(state: ServerState) -> FastAPI:
     async def models() -> Response:
         names = [*state.model_names, *state.adapters.requests]
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
-        return json_response({"object": "list", "data": [_model(state, name) for name in names]} | ends)
+        return json_response({"object": "list", "data": [model_card(state, name) for name in names]} | ends)
 
     @app.get("/v1/models/{name:path}", responses=replies(ModelCard))
     async def model(name: str) -> Response:
-        return json_response(_model(state, state.model_name(name)))
+        return json_response(model_card(state, state.model_name(name)))
 
     if state.allow_runtime_lora_updating:
 
@@ -357,7 +357,8 @@ def _tokenize(llm: AsyncLLM, body: TokenizeBody, options: ToolOptions) -> list[i
         raise invalid(error, ("prompt",)) from None
 
 
-def _model(state: ServerState, name: str) -> dict:
+def model_card(state: ServerState, name: str) -> dict:
+    """An entry of /v1/models."""
     llm, adapter = state.llm, state.adapters.requests.get(name)
     return {
         "id": name,

@@ -168,6 +168,9 @@ class Front:
         answers = await handle.broadcast("sees_images").results_async(timeout_s=5, return_exceptions=True)
         self.state.takes_images = True in answers
 
+    def begin_draining(self) -> None:
+        """Nothing waits here."""
+
     async def stop(self) -> None:
         """End the calls that still run with an error, then end the replicas. Ray ends hung replicas."""
         await self.calls.stop()

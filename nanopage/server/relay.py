@@ -1,4 +1,4 @@
-"""Replies of engines in other processes, on their way to clients (front.py)."""
+"""Replies of engines in other processes, on their way to clients: what front.py and models.py have in common."""
 
 import asyncio
 import logging

@@ -28,6 +28,8 @@ from nanopage.server.connection import Connection
 from nanopage.server.listener import Listener, listen, raise_limit
 from nanopage.server.live_view import LiveView
 from nanopage.server.middleware import AUDIO_PATHS, LOCAL_HOSTS
+from nanopage.server.model_options import add_models_options, named_models
+from nanopage.server.models import Models
 from nanopage.server.options import SECONDS_TO_CLOSE, Model, add_model_options, positive
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
@@ -41,11 +43,20 @@ logger = logging.getLogger("nanopage")
 
 PUBLIC = ("0.0.0.0", "::", "")
 TARGET_ONGOING_REQUESTS = 64
+SEVERAL = "the live view shows one engine, and this server has several models"
 
 
 def main(arguments: list[str]) -> int:
-    """Run the server until a signal, or a model that cannot be loaded, ends it. Returns the program's exit code."""
-    args = parser().parse_args(arguments)
+    """Run the server with these arguments of its command line. Returns the program's exit code."""
+    return run(parser().parse_args(arguments))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the server until a signal, or a model that cannot be loaded, ends it. Returns the program's exit code.
+
+    Args: args: the options, as the parser gives them.
+    """
+    options = dict(vars(args))
     given = args.api_key or os.environ.get("NANOPAGE_API_KEY", "").split(",")
     keys = [key.strip() for key in given]
     if args.api_key and not all(keys):
@@ -64,22 +75,32 @@ def main(arguments: list[str]) -> int:
             "if something else protects it"
         )
     check_replicas(args)
+    models = named_models(args)
+    args.model = None if models or not args.model else args.model[-1]
     model = Model(args)
-    settings = model.settings | {
-        "max_queue": args.max_queue,
-        "max_queue_tokens": args.max_queue_tokens,
-        "stall_seconds": args.stall_timeout,
-        "strict_fields": args.strict_fields,
-        "salt_per_key": args.salt_per_key,
-        "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
-    }
+    settings = (
+        model.settings
+        | {
+            "max_queue": args.max_queue,
+            "max_queue_tokens": args.max_queue_tokens,
+            "stall_seconds": args.stall_timeout,
+            "strict_fields": args.strict_fields,
+            "salt_per_key": args.salt_per_key,
+            "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
+        }
+        | ({"model_names": [*models]} if models else {})
+    )
     tracer = _tracer(args.otlp_traces_endpoint)
-    no_view = why_no_view(args, bool(keys))
+    no_view = SEVERAL if models else why_no_view(args, bool(keys))
     state = ServerState(**settings, tracer=tracer, view=None if no_view else LiveView(), no_view=no_view)
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
     lose_output()
-    engine: OneEngine | Front
-    if args.replicas is None:
+    engine: OneEngine | Front | Models
+    if models:
+        engine = Models(state, models, options, keys)
+        app = guard(engine.routes, state, keys, hosts, args.public_metrics, args.root_path, app=engine)
+        app.images = lambda: True  # each model's process has its own limit
+    elif args.replicas is None:
         engine, app = (
             OneEngine(state, model),
             create_app(state, keys, hosts, args.public_metrics, args.root_path),
@@ -189,7 +210,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="T",
         help=f"requests that each of them should have then (default: {TARGET_ONGOING_REQUESTS})",
     )
-    EngineArgs.add_cli_args(parser.add_argument_group("engine"))
+    engine = EngineArgs.add_cli_args(parser.add_argument_group("engine", conflict_handler="resolve"))
+    several = "a model; NAME=PATH, which can be repeated, for a server with several models"
+    engine.add_argument("--model", action="append", metavar="MODEL", help=several)
+    add_models_options(parser)
     return parser
 
 
@@ -324,6 +348,11 @@ class OneEngine:
         """Load the model. Blocks: call it in a thread. Raises: as `nanopage.build.build_engine`."""
         self.model.load(self.state)
 
+    def begin_draining(self) -> None:
+        """Let paused requests end."""
+        if self.state.view is not None and self.state.llm is not None:
+            self.state.llm.engine_thread.resume()
+
     async def stop(self) -> None:
         """End the requests that still run with an error."""
         if self.state.llm is not None:
@@ -348,7 +377,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, state: ServerState, engine: "OneEngine | Front", shutdown_timeout: float
+        self, config: uvicorn.Config, state: ServerState, engine: "OneEngine | Front | Models", shutdown_timeout: float
     ):
         super().__init__(config)
         self.state, self.engine, self.shutdown_timeout = state, engine, shutdown_timeout
@@ -395,8 +424,7 @@ class Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_draining)
 
     def _begin_draining(self) -> None:
-        if self.state.view is not None and self.state.llm is not None:
-            self.state.llm.engine_thread.resume()  # so that paused requests can end
+        self.engine.begin_draining()
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -411,7 +439,8 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _ready_line(self) -> str:
-        name, uds = self.state.model_names[0], self.config.uds
+        names, uds = self.state.model_names, self.config.uds
+        name = names[0]
         scheme = "https" if self.config.ssl_certfile else "http"
         if uds:
             url, curl = "http://localhost", f"curl --unix-socket {uds}"
@@ -423,4 +452,4 @@ class Server(uvicorn.Server):
         call = f"/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
         if self.state.llm is not None and self.state.llm.engine.model_config.architecture == WHISPER:
             call = f"{AUDIO_PATHS['transcribe']} -F file=@talk.wav"
-        return f"ready: {url}/v1 serves {name}. Try: {curl} {url}{call}"
+        return f"ready: {url}/v1 serves {', '.join(names)}. Try: {curl} {url}{call}"
