@@ -173,11 +173,12 @@ def test_the_rules_would_find_an_import(tmp_path):
     assert is_within(found[0], ["torch"]) and not any(is_within(module, ["nanopage"]) for module in found)
 
 
-def test_the_engine_runs_where_torch_cannot_be_imported():
+def test_the_engine_and_the_server_are_imported_where_torch_cannot_be():
     script = """
 import sys
 sys.modules["torch"] = None  # an import of it raises ImportError
 import nanopage.engine.engine, nanopage.step, nanopage.params, nanopage.outputs, nanopage.text.chat_template
+import nanopage.server.serve  # in front of several models, it needs none
 """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
 

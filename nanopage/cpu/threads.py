@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import psutil
-import torch
 
 logger = logging.getLogger("nanopage")
 
@@ -22,6 +21,8 @@ def limit_threads() -> None:
 
     Leaves the number as it is if OMP_NUM_THREADS is set.
     """
+    import torch  # takes seconds, and whoever asks for `default_threads` may need none
+
     before, useful = torch.get_num_threads(), default_threads()
     if "OMP_NUM_THREADS" not in os.environ and useful < before:
         torch.set_num_threads(useful)
@@ -52,6 +53,8 @@ def default_threads(system: Path = Path("/sys")) -> int:
 def set_threads(number: int) -> None:
     """Set torch's number of threads for the calling thread, unless it has this number already. The call has a price:
     MKL then begins a parallel region for each product within attention, which takes 1.4 times as long in float32."""
+    import torch
+
     if torch.get_num_threads() != number:
         torch.set_num_threads(number)
 

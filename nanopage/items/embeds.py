@@ -1,18 +1,19 @@
 """Prompt embeddings: prompts that are given as rows of the first layer's input (see docs/prompt-embeddings.md)."""
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from nanopage.files.model_files import shown
 from nanopage.items.items import make_item
 from nanopage.step import Item
 from nanopage.text.prompts import TokenizedPrompt
 
+if TYPE_CHECKING:
+    import torch
+
 PLACEHOLDER = 0  # the token id where there is none, as in vLLM
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def read_embeds(hidden_size: int, dtype: torch.dtype, prompt: TokenizedPrompt, embeds: object) -> None:
+def read_embeds(hidden_size: int, dtype: "torch.dtype", prompt: TokenizedPrompt, embeds: object) -> None:
     """Make `embeds` a whole prompt (see `PromptReader.item_readers`).
 
     Args:
@@ -27,11 +28,14 @@ def read_embeds(hidden_size: int, dtype: torch.dtype, prompt: TokenizedPrompt, e
     prompt.token_ids, prompt.items = [PLACEHOLDER] * item.length, [item]
 
 
-def embeds_item(name: str, embeds: object, hidden_size: int, dtype: torch.dtype) -> Item:
+def embeds_item(name: str, embeds: object, hidden_size: int, dtype: "torch.dtype") -> Item:
     """An item at the start of a prompt. Args, Raises: as `read_embeds`; name: of `embeds`, for errors."""
-    if not isinstance(embeds, Tensor):
+    import torch  # takes seconds, and a server with several models needs none
+
+    floats = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if not isinstance(embeds, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, not {shown(embeds)}")
-    if embeds.dtype not in DTYPES or embeds.layout is not torch.strided or embeds.is_meta:
+    if embeds.dtype not in floats or embeds.layout is not torch.strided or embeds.is_meta:
         kind = f"{embeds.dtype}, {embeds.layout}, on {embeds.device.type}"
         raise ValueError(f"{name} must be a dense tensor of floats, not {kind}")
     rows = embeds[0] if embeds.ndim == 3 and len(embeds) == 1 else embeds

@@ -9,10 +9,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from nanopage.adapters.files import CONFIG, FLOATS, WEIGHTS
 from nanopage.checks.options import Count, check, check_place
@@ -22,6 +19,10 @@ from nanopage.inputs import Prompt, for_each
 from nanopage.items.embeds import PLACEHOLDER, embeds_item
 from nanopage.step import Item
 from nanopage.text.prompts import TokenizedPrompt
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MOST_KEPT = 64  # soft prompts in memory, each some hundred KB
 TENSOR = "prompt_embeddings"
@@ -88,7 +89,7 @@ class SoftPrompts:
     Args: dtype: what the model computes in.
     """
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype):
+    def __init__(self, hidden_size: int, dtype: "torch.dtype"):
         self.hidden_size, self.dtype = hidden_size, dtype
         self._kept: OrderedDict[int, tuple[PromptAdapterRequest, Item]] = OrderedDict()  # by id
         self._lock = threading.Lock()
@@ -130,7 +131,7 @@ class SoftPrompts:
         return item
 
 
-def read_rows(directory: Path, hidden_size: int) -> Tensor:
+def read_rows(directory: Path, hidden_size: int) -> "Tensor":
     """The rows of a soft prompt: [num_virtual_tokens, hidden_size], in the file's dtype.
 
     Raises: ValueError, OSError naming the file and what is wrong.

@@ -3,13 +3,15 @@
 import base64
 import binascii
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor
 
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,10 @@ class EncodedEmbeds:
         """An estimate of its tokens: two bytes for each number."""
         return len(self.text) * 3 // 4 // (2 * self.hidden_size) + 1
 
-    def decode(self) -> Tensor:
+    def decode(self) -> "Tensor":
         """The tensor, of any shape and dtype: the engine checks it. Raises: ValueError."""
+        from safetensors.torch import load  # imports torch
+
         try:
             tensors = load(base64.b64decode(self.text, validate=True))
         except binascii.Error as error:

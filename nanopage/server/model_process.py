@@ -70,14 +70,13 @@ class ModelProcess:
 
     async def start(self) -> None:
         """Start the process, and wait until the model is loaded. Raises: RuntimeError saying why it could not be."""
-        paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, sys.path)]
         self._process = await asyncio.create_subprocess_exec(
             *self.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             limit=MAX_LINE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+            env=environment(),
             start_new_session=True,  # Ctrl-C is for the server in front
         )
         self._log = asyncio.create_task(self._read_log())
@@ -229,6 +228,12 @@ def _session_of(pid: int) -> int:
         return os.getsid(pid)
     except OSError:  # it has ended
         return -1
+
+
+def environment() -> dict[str, str]:
+    """The environment of a process that imports this nanopage, and nothing from the current directory."""
+    paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, sys.path)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def error_of(status: int, body: bytes) -> ApiError:

@@ -1,6 +1,6 @@
 """Models: the server's application in front of several models (`nanopage serve --model NAME=PATH ...`, `--models-dir`).
 
-    client -- Models (one process, no engine) -- Unix sockets -- a process for each loaded model
+    client -- Models (one process, without torch) -- Unix sockets -- a process for each loaded model
 
 Like the application of a server with one engine, Models is behind Gate, which checks keys, hosts and bodies. It reads
 which model a call names, waits until Residents has loaded it (residents.py), and hands the call, unchanged, to the
@@ -27,7 +27,6 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanopage.device import free_bytes, resolve_device
 from nanopage.server.app import create_routes, model_card
 from nanopage.server.audio import read_form
 from nanopage.server.errors import ApiError, json_response
@@ -35,7 +34,7 @@ from nanopage.server.json_body import read_json
 from nanopage.server.metrics import CONTENT_TYPE, Page
 from nanopage.server.middleware import AUDIO_PATHS
 from nanopage.server.model_options import check_path, weight_bytes
-from nanopage.server.model_process import Call, ModelProcess
+from nanopage.server.model_process import Call, ModelProcess, environment
 from nanopage.server.relay import HEADERS, POSTS, TEXT_PATHS, Calls, Reply
 from nanopage.server.residents import GIB, Resident, Residents
 from nanopage.server.state import ServerState
@@ -44,6 +43,16 @@ from nanopage.server.streaming import KEEP_ALIVE_SECONDS, PING
 logger = logging.getLogger("nanopage")
 
 COMMAND = [sys.executable, "-P", "-m", "nanopage.server.one_model"]  # of the process of a model
+# Prints the type of the device and the bytes that are free there. In a process of its own, which imports torch.
+ASK = """
+import sys
+from nanopage.device import free_bytes, resolve_device
+try:
+    device = resolve_device(sys.argv[1])
+    print(device.type, free_bytes(device))
+except ValueError as error:
+    sys.exit(str(error))
+"""
 KEEP_ALIVE = 300.0  # seconds
 PROCESS_BYTES = GIB // 2  # of Python and torch
 GPU_BYTES = 2 * GIB  # of CUDA, and for a step
@@ -110,13 +119,15 @@ class Models:
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
         """Find out how much memory there is. Blocks: call it in a thread. Raises: ValueError."""
-        device, budget = resolve_device(self.options["device"]), self.options["models_memory"]
-        self._on_gpu = device.type == "cuda"
-        if budget is None and self._on_gpu:  # in a process of its own, which takes memory of the GPU to ask
-            ask = [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"]
-            budget = int(subprocess.run(ask, capture_output=True, check=True, text=True).stdout)
-        elif budget is None:
-            budget = free_bytes(device)
+        device, budget = self.options["device"], self.options["models_memory"]
+        if device != "cpu" or budget is None:
+            command = [sys.executable, "-P", "-c", ASK, device]
+            asked = subprocess.run(command, capture_output=True, text=True, env=environment())
+            if asked.returncode:
+                raise ValueError(asked.stderr.strip().rpartition("\n")[2])
+            device, free = asked.stdout.split()
+            budget = budget or int(free)
+        self._on_gpu = device == "cuda"
         keep_alive = KEEP_ALIVE if self.options["keep_alive"] is None else self.options["keep_alive"]
         self.residents = Residents([*self.models.values()], self._make_process, budget, keep_alive, not self._on_gpu)
         logger.info(f"{len(self.models)} models may take {budget / GIB:.2f} GiB together")
