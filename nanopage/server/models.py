@@ -207,7 +207,6 @@ class Models:
             message = f"model is missing{where}: this server has {', '.join([*self.models][:100])}"
             raise ApiError(400, message, param="model", code="model_missing")
         model = self.models[self.state.model_name(name)]
-        self._check_queue(model, len(body))
         headers = [item for item in scope["headers"] if item[0] in (*HEADERS, *KEY_HEADERS)]
         reply = Reply(path, send, scope["nanopage.send"])
         call = Call(method, f"{path}?{query}" if query else path, headers, body)
@@ -224,6 +223,7 @@ class Models:
     async def _answer(self, model: Resident, call: Call, reply: Reply, streams: bool) -> None:
         """Wait for a model, and send its reply. Raises: ApiError."""
         assert self.residents is not None
+        self._check_queue(model, len(call.body))
         comments = asyncio.create_task(_comment(reply) if streams else asyncio.sleep(0))
         try:
             async with self.residents.use(model, len(call.body)) as process:

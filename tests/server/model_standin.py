@@ -1,8 +1,8 @@
 """Stands in for the process of a model in tests of a server with several: it starts at once and needs no torch.
 
 The directory of its model says what it does. It fails to start while it has a file `broken`, whose text it says. It
-does not listen while it has a file `slow`. Its replies have what it was sent. A body with `hold` gets a stream whose
-last event comes once the file `hold` is gone.
+does not listen while it has a file `slow`, and is not healthy while it has a file `sick`. Its replies have what it was
+sent. A body with `hold` gets a stream whose last event comes once the file `hold` is gone.
 """
 
 import asyncio
@@ -35,7 +35,11 @@ async def answer(reader, writer):
     if fields.get("wrong"):
         status, kind, streams = "400 Bad Request", "application/json", False
         echo = {"error": {"message": "wrong: no", "type": "invalid_request_error", "param": "wrong", "code": None}}
-    text = METRICS if target == "/metrics" else json.dumps(echo)
+    if fields.get("dead"):
+        status, echo = "503 Service Unavailable", {"error": {"message": "it has died", "code": "engine_dead"}}
+    if target == "/health" and (MODEL / "sick").exists():
+        status = "503 Service Unavailable"
+    text = METRICS if target == "/metrics" else json.dumps(echo, separators=(",", ":"))
     size = "transfer-encoding: chunked" if streams else f"content-length: {len(text)}"
     writer.write(f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\nx-ignored-fields: zzz\r\n{size}\r\n\r\n".encode())
     if not streams:

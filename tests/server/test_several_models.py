@@ -279,15 +279,24 @@ def test_a_model_that_cannot_be_loaded_hurts_nobody_and_is_tried_again(tmp_path)
     run(work())
 
 
-def test_the_death_of_a_process_ends_its_streams_and_the_next_request_loads_the_model(tmp_path):
+@pytest.mark.parametrize("how", ["killed", "its engine is dead", "not healthy"])
+def test_the_death_of_a_process_ends_its_streams_and_the_next_request_loads_the_model(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(model_process, "HEALTH_SECONDS", 0.5)
+
     async def work():
         async with several(tmp_path) as served:
-            stream = await served.hold("a")
-            model = served.models.models["a"]
+            stream, model = await served.hold("a"), served.models.models["a"]
             pid = model.process._process.pid
-            os.kill(pid, signal.SIGKILL)
+            if how == "killed":
+                os.kill(pid, signal.SIGKILL)
+            elif how == "not healthy":
+                served.mark("a", "sick")
+            else:
+                reply = await served.post("a", dead=True)
+                assert (reply.status, reply.error["code"]) == (503, "engine_dead")
             assert (await stream).events[-1]["error"]["code"] == "model_died"
-            served.unmark("a", "hold")
+            for file in served.root.glob("a/[hs]*"):
+                file.unlink()
             await served.until(lambda: model.state == "unloaded")
             reply = await served.post("a")
             assert reply.json["pid"] != pid and model.num_loads == 2
