@@ -94,7 +94,7 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help="NAME=PATH, three times. None: random weights.")] = None,
     seconds: Annotated[float, typer.Option(min=1, help="Time in which requests are sent.")] = 120.0,
     clients: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 6,
-    keep_alive: Annotated[int, typer.Option(min=1, help="Seconds until idle models are unloaded.")] = 15,
+    keep_alive: Annotated[int, typer.Option(min=1, help="Seconds until idle models are unloaded.")] = 30,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a reply.")] = 64,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
 ) -> None:
@@ -102,14 +102,8 @@ def main(
     models = dict(each.split("=", 1) for each in model or [f"m{i}={CONFIGS / name}" for i, name in enumerate(DUMMIES)])
     if len(models) != len(WEIGHTS):
         raise typer.BadParameter(f"give {len(WEIGHTS)} models", param_hint="--model")
-    options = [
-        "--max-model-len",
-        "1024",
-        "--kv-cache-gib",
-        "0.25",
-        "--enforce-eager",
-        *([] if model else ["--load-format", "dummy"]),
-    ]
+    options = ["--max-model-len=1024", "--kv-cache-gib=0.25", "--enforce-eager"]
+    options += [] if model else ["--load-format=dummy"]
     rng, names = random.Random(0), [*models]
 
     def body(name: str) -> dict[str, Any]:
@@ -118,11 +112,14 @@ def main(
         shape = {"max_tokens": length, "ignore_eos": True, "stream": rng.random() < 0.5}
         return {"model": name, "prompt": prompt, "temperature": 0} | shape
 
-    with serving(models, 1024 * GIB, -1, options) as server:
+    def load_each(server: Server) -> None:
         for name in names:
             status, reply, _ = server.call("POST", "/v1/completions", body(name))
             if status != 200:
                 raise RuntimeError(reply.decode())
+
+    with serving(models, 1024 * GIB, -1, options) as server:
+        load_each(server)
         needed = {name: values["model_memory_bytes"] / GIB for name, values in server.counts().items()}
     budget = sum(needed.values()) - min(needed.values()) / 2  # two models fit, even if they grow, and three do not
     header = {
@@ -133,9 +130,11 @@ def main(
         "versions": versions(),
     }
     with serving(models, int(budget * GIB), keep_alive, options) as server:
+        before = psutil.virtual_memory().available / GIB
+        load_each(server)  # from then on, the server knows what each needs
         result = drive(server, names, body, seconds, clients, rng)
         idle = wait_until_idle(server, 4 * keep_alive + 60)
-    result |= {"seconds_until_empty": idle, "budget_gib": budget, "needed_gib": needed}
+    result |= {"seconds_until_empty": idle, "budget_gib": budget, "needed_gib": needed, "available_before_gib": before}
     show(result)
     if json_file is not None:
         json_file.write_text(json.dumps({"header": header, "results": result}, indent=1) + "\n")
@@ -148,7 +147,7 @@ def drive(server: Server, names: list[str], body: Any, seconds: float, clients: 
     """Send requests. Returns what became of them."""
     waits: dict[str, list[float]] = {name: [] for name in names}
     lost: list[str] = []
-    floor, end, lock = psutil.virtual_memory().available / GIB, time.perf_counter() + seconds, threading.Lock()
+    end, lock = time.perf_counter() + seconds, threading.Lock()
 
     def client() -> None:
         while time.perf_counter() < end:
@@ -184,13 +183,7 @@ def drive(server: Server, names: list[str], body: Any, seconds: float, clients: 
         }
         for name in names
     }
-    return {
-        "models": rows,
-        "lost": lost,
-        "most_gib": most,
-        "most_loaded": most_loaded,
-        "available_before_gib": floor,
-    }
+    return {"models": rows, "lost": lost, "most_gib": most, "most_loaded": most_loaded}
 
 
 def wait_until_idle(server: Server, most: float) -> float | None:

@@ -121,7 +121,9 @@ class Residents:
             process = await self._wait_until_loaded(model)
         finally:
             model.num_waiting, model.num_waiting_bytes = model.num_waiting - 1, model.num_waiting_bytes - num_bytes
-            if not model.num_waiting and model.process is None and model.task is not None:
+            if model.is_loaded:
+                self._rest(model)  # also if the client has gone in this moment
+            elif not model.num_waiting and model.process is None and model.task is not None:
                 model.task.cancel()  # it waits for memory, and nobody waits for it
         model.num_running += 1
         if model.timer is not None:

@@ -211,8 +211,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"requests that each of them should have then (default: {TARGET_ONGOING_REQUESTS})",
     )
     engine = EngineArgs.add_cli_args(parser.add_argument_group("engine", conflict_handler="resolve"))
-    several = "a model; NAME=PATH, which can be repeated, for a server with several models"
-    engine.add_argument("--model", action="append", metavar="MODEL", help=several)
+    engine.add_argument(
+        "--model",
+        action="append",
+        help="a Hugging Face directory, a .gguf file or a hub id (default: SmolLM2-135M-Instruct); NAME=PATH, which "
+        "can be repeated, for several models",
+    )
     add_models_options(parser)
     return parser
 
