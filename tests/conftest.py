@@ -3,10 +3,14 @@ import gc
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from functools import partial
 
+# Programs of the tests find no server of this machine's users, and servers of the tests are found by no other program.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="nanopage-tests-")
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NANOPAGE_COMPILE"] = "never"
@@ -53,6 +57,10 @@ RAY = {"test_replicas", "test_ray_link", "test_documents"}
 def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):  # pytest-xdist's order: the files with most tests first
         config.option.loadscopereorder = False
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

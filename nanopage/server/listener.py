@@ -38,14 +38,14 @@ def raise_limit() -> int:
 def listen(host: str, port: int, uds: str | None) -> list[socket.socket]:
     """Sockets that listen at all addresses of `host`, or at the path `uds`. Raises: ValueError."""
     try:
-        return [_listen_at_path(uds)] if uds else _listen_at(host, port)
+        return [listen_at_path(uds)] if uds else _listen_at(host, port)
     except OSError as error:
         name = f"--uds {uds}" if uds else f"--host {host} --port {port}"
         raise ValueError(f"{name}: {error.strerror or error}") from None
 
 
-def _listen_at_path(path: str) -> socket.socket:
-    mode = 0o666
+def listen_at_path(path: str, mode: int = 0o666) -> socket.socket:
+    """A listening socket. It gets the mode of a socket that was left at the path, or else `mode`. Raises: OSError."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(found := os.stat(path).st_mode):  # left by a server that has ended
             mode = stat.S_IMODE(found)
@@ -78,13 +78,19 @@ class Listener:
     Args:
         make_protocol: makes the asyncio protocol of a connection.
         limit: the limit of the process's file descriptors.
+        check: raises PermissionError for a connection that is not accepted.
     """
 
     def __init__(
-        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None, limit: int
+        self,
+        sock: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        limit: int,
+        check: Callable[[socket.socket], None] = lambda connection: None,
     ):
         self.sockets = [sock]
-        self._make_protocol, self._tls, self._limit = make_protocol, tls, limit
+        self._make_protocol, self._tls, self._limit, self._check = make_protocol, tls, limit, check
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task] = set()
         self._has_warned = False
@@ -127,5 +133,8 @@ class Listener:
 
     async def _open(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # the client has gone, or does not speak TLS
+        try:
+            self._check(connection)
             await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
+        except OSError:  # the client has gone, is not accepted, or does not speak TLS
+            connection.close()

@@ -30,6 +30,7 @@ from nanopage.server.live_view import LiveView
 from nanopage.server.middleware import AUDIO_PATHS, LOCAL_HOSTS
 from nanopage.server.model_options import add_models_options, named_models
 from nanopage.server.models import Models
+from nanopage.server.one_engine import OneEngine
 from nanopage.server.options import SECONDS_TO_CLOSE, Model, add_model_options, positive
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         app.images = lambda: True  # each model's process has its own limit
     elif args.replicas is None:
         engine, app = (
-            OneEngine(state, model),
+            OneEngine(state, model, bool(keys)),
             create_app(state, keys, hosts, args.public_metrics, args.root_path),
         )
     else:
@@ -335,41 +336,6 @@ def _seconds(text: str) -> float:
     return float(text)
 
 
-class OneEngine:
-    """The engine of a server that runs it in its own process: how it starts and stops.
-
-    Args: state: gets the engine. model: what to load.
-    """
-
-    def __init__(self, state: ServerState, model: Model):
-        self.state, self.model = state, model
-
-    @property
-    def loaded(self) -> bool:
-        return self.state.llm is not None
-
-    def load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Load the model. Blocks: call it in a thread. Raises: as `nanopage.build.build_engine`."""
-        self.model.load(self.state)
-
-    def begin_draining(self) -> None:
-        """Let paused requests end."""
-        if self.state.view is not None and self.state.llm is not None:
-            self.state.llm.engine_thread.resume()
-
-    async def stop(self) -> None:
-        """End the requests that still run with an error."""
-        if self.state.llm is not None:
-            await asyncio.to_thread(self.state.llm.shutdown, SECONDS_TO_CLOSE)
-
-    def close(self) -> None:
-        """Nothing is left after `stop`."""
-
-    def is_busy(self) -> bool:
-        """Whether a thread still runs a step."""
-        return self.state.llm is not None and not self.state.llm.shutdown(0)
-
-
 class Server(uvicorn.Server):
     """uvicorn that loads the model once it listens, and lets running requests end.
 
@@ -394,6 +360,7 @@ class Server(uvicorn.Server):
         make_protocol = functools.partial(Connection, config=self.config, server_state=self.server_state, app_state={})
         listening, limit = listen(self.config.host, self.config.port, self.config.uds), raise_limit()
         self.servers = [Listener(sock, make_protocol, self.config.ssl, limit) for sock in listening]  # type: ignore[misc]
+        self._of_listeners = make_protocol, limit
         self.started = True
         if not self.should_exit:
             self._loop = asyncio.get_running_loop()
@@ -413,6 +380,8 @@ class Server(uvicorn.Server):
             self.engine.load(self._loop)
             gc.collect()
             gc.freeze()  # so that later collections skip everything imported and loaded so far
+            if isinstance(self.engine, OneEngine) and not self.config.uds:
+                self._loop.call_soon_threadsafe(self.engine.listen, *self._of_listeners)
             print(self._ready_line(), flush=True)
         except BaseException as error:  # when Rust panics, tokenizers raises something that is not an Exception
             self.state.error = str(error) or type(error).__name__

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from nanopage.files.model_files import listed, read_json
 from nanopage.files.private_files import cache_directory
-from nanopage.reading.config import config_from_directory
-from nanopage.text.tokenizer import read_tokenizer_config
 
 CARRIED = ("SmolLM2-135M-Instruct", "whisper-tiny.en")  # models that come from the Python package index
 PREFIX = "models--"  # of a model's directory in the hub's cache
@@ -74,6 +72,9 @@ class Description:
 
 def describe(directory: Path) -> Description:
     """Describe a model by its files. What is wrong with them is in `problem`."""
+    from nanopage.reading.config import config_from_directory  # both take longer to import than a name to look up
+    from nanopage.text.tokenizer import read_tokenizer_config
+
     architecture = None
     try:
         names = read_json(directory / "config.json").get("architectures")
@@ -98,6 +99,17 @@ def full_id(name: str) -> str | None:
     if len(found) > 1:
         raise FileNotFoundError(f"{name!r} is the name of several downloaded models, so give one of {listed(found)}")
     return found[0] if found else None
+
+
+def identity(model: str | None) -> str:
+    """What tells the model that `--model` names from all others: a path, a hub id, or the name of a model in CARRIED.
+    Asks no hub. Raises: as `full_id`."""
+    if model is None:
+        return CARRIED[0]
+    if (path := Path(os.path.expanduser(model))).exists():
+        return str(path.resolve())
+    carried = [name for name in CARRIED if name.casefold() == model.casefold()]
+    return carried[0] if carried else full_id(model) or model
 
 
 def hub_models() -> dict[str, Path]:
