@@ -118,6 +118,9 @@ class SimulatedExecutor:
     def compile(self, on_progress: Any = None) -> None:
         """There is nothing to compile."""
 
+    def call(self, method: str, *arguments: Any) -> None:
+        """There is no memory to give back."""
+
     def shutdown(self) -> None:
         self._results.clear()
 

@@ -38,6 +38,7 @@ from nanopage.reading.config import has_family
 from nanopage.recurrent.states import fit_block_size
 from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.setup import choose_drafts
+from nanopage.standby.offline import is_sleeping, sleep, update_weights, wake_up
 from nanopage.startup import worker_process
 from nanopage.startup.worker import build_worker
 from nanopage.step import Capacity, Executor
@@ -49,7 +50,7 @@ from nanopage.worker.executor import LocalExecutor
 
 # build_engine, the methods that wings add to LLM, and what these methods call.
 __all__ = ["beam_search", "build_engine", "classify", "embed", "encode", "read_replies", "score"]
-__all__ += ["with_prompt_adapters"]
+__all__ += ["is_sleeping", "sleep", "update_weights", "wake_up", "with_prompt_adapters"]
 
 logger = logging.getLogger("nanopage")
 

@@ -49,6 +49,8 @@ class LLM:
     # Methods that wings add, attached by build.py.
     beam_search, read_replies = build.beam_search, build.read_replies
     encode, embed, classify, score = build.encode, build.embed, build.classify, build.score
+    sleep, wake_up, is_sleeping = build.sleep, build.wake_up, build.is_sleeping
+    update_weights = build.update_weights
     # Methods that only programs for vLLM need.
     get_tokenizer = methods.get_tokenizer
     get_default_sampling_params = methods.get_default_sampling_params

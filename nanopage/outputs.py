@@ -143,6 +143,10 @@ class GenerationError(RuntimeError):
         self.outputs = outputs
 
 
+class EngineAsleepError(RuntimeError):
+    """The engine takes no requests: it sleeps, or has no weights."""
+
+
 @dataclass(slots=True)
 class RequestEvent:
     """A change of a request's state.

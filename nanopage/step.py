@@ -11,7 +11,7 @@ sequence's tokens and sampling settings once, when the sequence begins to run. L
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -305,6 +305,12 @@ class Executor(Protocol):
 
         Args: on_progress: called from time to time with the number of parts that are compiled, and of all parts.
         Raises: RuntimeError if that fails.
+        """
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Call a method of what `Wings.standby` is of every worker (standby/worker.py), between two steps.
+
+        Raises: the error of a worker. All have then ended the call, and go on; WorkerDiedError.
         """
 
     def shutdown(self) -> None: ...

@@ -35,8 +35,9 @@ SOURCES = (".py", ".cpp", ".h", ".html", ".toml")
 # In the documents, but not in our sources; of vLLM, what nanopage does not have.
 NAMES_OF_OTHERS = {
     "prompt_logprob_token_ids", "prompt_logprob_start", "stream_interval",
-    "repetition_detection", "routed_experts_prompt_start", "trace_decode_token_ids", "skip_clone", "wake_up",
-    "collective_rpc", "apply_model", "argparse_utils", "spec_decode_num_drafts",
+    "repetition_detection", "routed_experts_prompt_start", "trace_decode_token_ids", "skip_clone",
+    "collective_rpc", "apply_model", "set_tokenizer", "reset_mm_cache", "init_weight_transfer_engine", "argparse_utils",
+    "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "MistralModel", "CUDA_LAUNCH_BLOCKING", "docker", "oneOf", "cl", "mat",
 }  # fmt: skip

@@ -13,8 +13,9 @@ import asyncio
 import concurrent.futures
 import hashlib
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanopage import __version__
@@ -24,6 +25,8 @@ from nanopage.inputs import LoRARequest, Prompt
 from nanopage.items.soft_prompts import PromptAdapterRequest, with_prompt_adapters
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
+from nanopage.standby import engine as standby
+from nanopage.standby.given import Weights
 from nanopage.vllm.metrics import Metric, Metrics
 
 if TYPE_CHECKING:
@@ -208,6 +211,23 @@ class AsyncLLM:
         """Forget all cached prefixes. Running requests go on. Returns True. Raises: EngineDeadError."""
         await self.between_steps(self.engine.reset_prefix_cache)
         return True
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`. Arguments and errors: as `standby.engine.sleep`; EngineDeadError."""
+        await self.between_steps(partial(standby.sleep, self.engine, level))
+
+    async def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take memory back. Arguments and errors: as `standby.engine.wake_up`; EngineDeadError."""
+        await self.between_steps(partial(standby.wake_up, self.engine, tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether anything sleeps."""
+        return bool(self.engine.asleep)
+
+    async def update_weights(self, weights: Weights) -> None:
+        """Replace all weights. Arguments and errors: as `standby.engine.update_weights`; EngineDeadError. The engine's
+        thread reads the tensors."""
+        await self.between_steps(partial(standby.update_weights, self.engine, weights))
 
     # State
 

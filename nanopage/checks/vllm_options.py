@@ -36,7 +36,7 @@ ENGINE: Neutral = {
     "fully_sharded_loras": ((False,), "adapters need one worker"),
     "lora_dtype": (("auto",), "adapters have the dtype of the activations"),
     "default_mm_loras": ((None,), "prompts are text"),
-    "enable_sleep_mode": ((False,), "an engine cannot sleep"),
+    "enable_sleep_mode": (ANY, "an engine can always sleep"),
     "mm_processor_kwargs": ((None, {}), "images are prepared as the model's files say"),
     "compilation_config": ((None, {}), "what is compiled is chosen by enforce_eager"),
     "override_generation_config": ((None, {}), "give SamplingParams instead"),

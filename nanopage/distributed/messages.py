@@ -11,6 +11,8 @@ Run, Masks, Run... ─▶                         (masks only for a batch that a
                    ◀─   Result, Result, ...   (from the worker that samples)
 Compile            ─▶
                    ◀─   Progress, ..., Ready
+Call               ─▶                         (between steps)
+                   ◀─   Called
 Rest               ─▶                         (no request is left)
 Stop               ─▶
 Ping               ─▶                         (at any time)
@@ -20,7 +22,7 @@ Ping               ─▶                         (at any time)
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -69,6 +71,14 @@ class Compile(msgspec.Struct, tag=True):
     pass
 
 
+class Call(msgspec.Struct, tag=True):
+    """Call a method of the worker's standby (standby/worker.py). number: of the Called that answers."""
+
+    number: int
+    method: Literal["sleep", "wake_up", "load", "take", "drop"]
+    arguments: list[int | str | list[str]]
+
+
 class Ping(msgspec.Struct, tag=True):
     pass
 
@@ -93,6 +103,13 @@ class Measured(msgspec.Struct, tag=True):
 
 class Ready(msgspec.Struct, tag=True):
     """The work that Agreed or Compile asked for is done."""
+
+
+class Called(msgspec.Struct, tag=True):
+    """A Call has ended. error: the class and the text of the exception that ended it. The worker goes on."""
+
+    number: int
+    error: tuple[str, str] | None = None
 
 
 class Result(msgspec.Struct, tag=True):
@@ -123,8 +140,20 @@ class Failed(msgspec.Struct, tag=True):
     in_exchange: bool
 
 
-ToWorker = Start | Agreed | Run | Masks | Rest | Compile | Ping | Stop
-FromWorker = Progress | Measured | Ready | Result | Pong | Log | Failed
+ToWorker = Start | Agreed | Run | Masks | Rest | Compile | Call | Ping | Stop
+FromWorker = Progress | Measured | Ready | Called | Result | Pong | Log | Failed
+
+
+def least(capacities: list[Capacity]) -> Capacity:
+    """What every worker can hold."""
+    return Capacity(
+        capacities[0].device,
+        capacities[0].dtype,
+        min(capacity.num_blocks for capacity in capacities),
+        min(capacity.num_host_blocks for capacity in capacities),
+        min(capacity.max_model_len for capacity in capacities),
+        capacities[0].windows,
+    )
 
 
 def _encode_array(array: Any) -> tuple[str, tuple[int, ...], Any]:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing import Pipe, connection
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import nanopage
 from nanopage.config.model import ModelConfig
@@ -39,8 +39,8 @@ ERRORS: dict[str, type[Exception]] = {
     "MemoryError": MemoryError,
     "FileNotFoundError": FileNotFoundError,
     "TypeError": TypeError,
-}  # that a start may raise
-M = TypeVar("M", messages.Measured, messages.Ready)
+}  # that a start or a call may raise
+M = TypeVar("M", messages.Measured, messages.Ready, messages.Called)
 
 
 class Link(Protocol):
@@ -138,7 +138,8 @@ class ProcessExecutor:
         self._numbers = itertools.count()  # numbers of batches
         self._awaited: deque[int] = deque()  # the batches whose results are wanted, oldest first
         self._results: dict[int, BatchResult] = {}  # the awaited results that have come
-        self._answers: dict[int, messages.Measured | messages.Ready] = {}  # rank -> answer
+        self._answers: dict[int, messages.Measured | messages.Ready | messages.Called] = {}  # rank -> answer
+        self._called = -1  # the number of the Call whose answers are wanted
 
     # The interface of an executor: see step.Executor
 
@@ -150,7 +151,7 @@ class ProcessExecutor:
                     self._send(rank, messages.Start(self.config, str(self.path), rank, link.local_rank, address))
                 measured = self._collect(messages.Measured)
                 self._check_alike(measured)
-                capacity = _least([message.capacity for message in measured])
+                capacity = messages.least([message.capacity for message in measured])
                 self._send_all(messages.Agreed(capacity))
                 self._collect(messages.Ready)
             except BaseException:
@@ -193,6 +194,18 @@ class ProcessExecutor:
         self.on_progress = on_progress
         self._send_all(messages.Compile())
         self._collect(messages.Ready)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        self._called = next(self._numbers)
+        try:
+            self._send_all(messages.Call(self._called, method, [*arguments]))  # type: ignore[arg-type]
+            for rank, answer in enumerate(self._collect(messages.Called)):
+                if answer.error is not None:
+                    kind, text = answer.error
+                    raise ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}")
+        finally:  # after Ctrl-C, answers come later
+            self._called = -1
+            self._answers.clear()
 
     def shutdown(self) -> None:
         if self.error is None:
@@ -306,6 +319,8 @@ class ProcessExecutor:
             case messages.Result(number, result):
                 if number in self._awaited:
                     self._results[number] = result
+            case messages.Called(number=number) if number != self._called:
+                pass  # the call was interrupted
             case _:
                 self._answers[rank] = message
 
@@ -378,15 +393,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
-
-
-def _least(capacities: list[Capacity]) -> Capacity:
-    """What every worker can hold."""
-    return Capacity(
-        capacities[0].device,
-        capacities[0].dtype,
-        min(capacity.num_blocks for capacity in capacities),
-        min(capacity.num_host_blocks for capacity in capacities),
-        min(capacity.max_model_len for capacity in capacities),
-        capacities[0].windows,
-    )

@@ -48,6 +48,10 @@ class LLMEngine:
     Raises: as `Executor.start`; ValueError for recommended sampling parameters that are not valid.
     """
 
+    # Changed by standby/engine.py: what sleeps, "weights" or "kv_cache", and whether the model has weights.
+    asleep: frozenset[str] = frozenset()
+    has_weights = True
+
     def __init__(
         self,
         config: EngineConfig,
@@ -118,17 +122,20 @@ class LLMEngine:
             ValueError, TypeError: an id that is in use, an empty prompt, a prompt as long as max_model_len, a token id
                 outside the vocabulary, more completions than could ever run, text without a tokenizer, an adapter that
                 does not fit the model. The message names the argument. Nothing is queued.
+            EngineAsleepError: the engine sleeps, or has no weights.
         """
         self.submit(self.input_processor.make_request(request_id, prompt, params, priority, lora_request))
 
     def submit(self, request: Request) -> None:
         """Queue a request of `input_processor.make_request`.
 
-        Raises: ValueError if its id has come into use since; WorkerDiedError if no step can run any more.
+        Raises: ValueError if its id has come into use since; WorkerDiedError if no step can run any more;
+            EngineAsleepError.
         """
         group = request.group
         if self.dead_error is not None:
             raise self.dead_error
+        self.input_processor.check_open()
         recover(self)
         processor, request_id = self.output_processor, group.request_id
         if request_id in processor.requests or any(output.request_id == request_id for output in processor.outputs):

@@ -15,6 +15,7 @@ from nanopage.engine.output_processor import Completion, Request
 from nanopage.engine.sequence import Adapter, Sequence, SequenceGroup, TokenMask
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.inputs import LoRARequest, Prompt
+from nanopage.outputs import EngineAsleepError
 from nanopage.params import RECOMMENDED, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanopage.state.layer_kinds import BlockNeeds
 from nanopage.step import NUMBERS, Capacity, SamplingSettings
@@ -80,6 +81,7 @@ class InputProcessor:
         self.make_search: Callable[..., Request] | None = None
         self.add_processors: Callable[[Request], Request] = lambda request: request
         self.seq_ids = itertools.count()
+        self.closed: str | None = None  # why no request is taken now, such as that the engine sleeps
         self._seeds = random.Random(config.seed)
 
     def make_request(
@@ -91,6 +93,7 @@ class InputProcessor:
         lora_request: LoRARequest | None = None,
     ) -> Request:
         """The request, not queued yet. Raises as LLMEngine.add_request."""
+        self.check_open()
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id must be a non-empty string, not {shown(request_id)}")
         check("priority", priority, Int64)
@@ -115,6 +118,11 @@ class InputProcessor:
             return self.add_processors(self._sampling_request(request_id, read, params, priority, adapter))
         assert self.make_search is not None
         return self.make_search(self, request_id, read, params, priority, adapter)
+
+    def check_open(self) -> None:
+        """Raises: EngineAsleepError while no request is taken."""
+        if self.closed is not None:
+            raise EngineAsleepError(self.closed)
 
     def _sampling_request(
         self, request_id: str, prompt: TokenizedPrompt, params: SamplingParams, priority: int, adapter: Adapter | None

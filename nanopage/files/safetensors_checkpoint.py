@@ -213,10 +213,12 @@ def _changed(file: Path) -> ValueError:
 
 def safetensors_files(directory: Path) -> list[Path]:
     """The weight files of a Hugging Face directory: the index's shards, model.safetensors, or the only
-    .safetensors file.
+    .safetensors file. Or a single file, which is given in place of a directory.
 
     Raises: FileNotFoundError, ValueError; both name the file or the directory.
     """
+    if directory.suffix == ".safetensors" and directory.is_file():
+        return [directory]
     index = directory / "model.safetensors.index.json"
     if exists(index):
         weight_map = read_json(index).get("weight_map")

@@ -62,6 +62,7 @@ from nanopage.server.shapes import (
     TokenizeReply,
     replies,
 )
+from nanopage.server.sleep import SLEEP_PATHS, add_sleep
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import GONE, PING, ClientGoneError, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt, template_kwargs
@@ -257,6 +258,10 @@ def create_routes(state: ServerState) -> FastAPI:
         add_view(app, state.view, state.require, state.model_names[0])
     else:
         not_served |= dict.fromkeys(VIEW_PATHS, state.no_view)
+    if state.allow_sleep:
+        add_sleep(app, state.require)
+    else:
+        not_served |= dict.fromkeys(SLEEP_PATHS, "the server was started without --allow-sleep")
     if not state.allow_runtime_lora_updating:
         why = "the server was started without --allow-runtime-lora-updating"
         not_served |= {"/v1/load_lora_adapter": why, "/v1/unload_lora_adapter": why}

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanopage.aio.async_llm import EngineDeadError
+from nanopage.outputs import EngineAsleepError
 from nanopage.server.errors import ApiError, from_http, from_validation
 from nanopage.server.streaming import ClientGoneError
 
@@ -18,6 +19,7 @@ def add_handlers(app: FastAPI) -> None:
     """Make an error reply of every exception."""
     errors: dict[type[Exception], Callable[[Any], ApiError]] = {
         ApiError: lambda error: error,
+        EngineAsleepError: lambda error: ApiError(503, str(error), code="asleep", retry_after=30),
         EngineDeadError: lambda error: ApiError(503, str(error), code="engine_dead", retry_after=30),
         RequestValidationError: from_validation,
         HTTPException: from_http,

@@ -233,14 +233,14 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
 
     @app.get("/view/events", include_in_schema=False)
     async def events(request: Request) -> Response:
-        _check_site(request)
+        check_site(request)
         stream = view.watch(require(), model_name)
         first = await anext(stream)  # so that an error becomes an error reply
         return StreamingResponse(_after(first, stream), headers=HEADERS, media_type="text/event-stream")
 
     @app.post("/view/control", include_in_schema=False)
     async def control(body: Control, request: Request) -> Response:
-        _check_site(request)
+        check_site(request)
         # In a browser that does not report the site, a page of another site cannot send this type without asking.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
@@ -257,7 +257,7 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
         return Response(data, headers={"content-encoding": "gzip"}, media_type="application/x-ndjson")
 
 
-def _check_site(request: Request) -> None:
+def check_site(request: Request) -> None:
     """Raises: ApiError for a request that a browser sends for a page of another site. Such a page could not read the
     reply, but it could use up the places for watchers, or pause the engine."""
     headers = request.headers

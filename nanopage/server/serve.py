@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
             "strict_fields": args.strict_fields,
             "salt_per_key": args.salt_per_key,
             "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
+            "allow_sleep": args.allow_sleep,
         }
         | ({"model_names": [*models]} if models else {})
     )
@@ -200,6 +201,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--allow-runtime-lora-updating", action="store_true", help="clients may load adapters from any directory"
     )
+    group.add_argument("--allow-sleep", action="store_true", help="clients may put the engine to sleep, and wake it")
     group = parser.add_argument_group("replicas (extra replicas; see docs/deploy.md)")
     group.add_argument("--replicas", type=positive, metavar="N", help="run so many engines, on Ray Serve")
     group.add_argument(
@@ -258,7 +260,7 @@ def check_replicas(args: argparse.Namespace) -> None:
         ray_cluster.check_address()
         if args.distributed_executor_backend == "ray":
             raise ValueError("--distributed-executor-backend ray does not work with --replicas: use mp")
-        for option in ("enable_lora", "enable_prompt_adapter"):
+        for option in ("enable_lora", "enable_prompt_adapter", "allow_sleep"):
             if getattr(args, option):
                 raise ValueError(f"--{option.replace('_', '-')} does not work with --replicas")
 

@@ -32,6 +32,7 @@ class ServerState:
         default_max_tokens: most tokens of a reply whose request has no limit. None: as many as the context holds.
         salt_per_key: keep the cached prefixes of clients with different API keys apart.
         allow_runtime_lora_updating: clients may load adapters from any directory, and unload them.
+        allow_sleep: clients may put the engine to sleep, and wake it.
         tool_options: how to read calls of tools.
         tracer: gets every request whose last output has been read.
         view: the live view, if it is served.
@@ -50,6 +51,7 @@ class ServerState:
     default_max_tokens: int | None = None
     salt_per_key: bool = False
     allow_runtime_lora_updating: bool = False
+    allow_sleep: bool = False
     tool_options: ToolOptions = field(default_factory=ToolOptions)
     tracer: "Tracer | None" = None
     view: LiveView | None = None

@@ -4,6 +4,7 @@ calls it for a worker in this process, startup/worker_process.py for a worker in
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from nanopage.audio.sampler import TranscriptSampler
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot import Compiled
-from nanopage.cpu.aot_products import adapter_product
+from nanopage.cpu.aot_products import CompiledProduct, adapter_product
 from nanopage.cpu.lora import add_adapters
 from nanopage.cpu.option_speed import warn_of_slow_options
 from nanopage.cpu.threads import ThreadCount, limit_threads
@@ -33,6 +34,7 @@ from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
 from nanopage.pooling.encode import Encode
+from nanopage.standby.worker import WorkerStandby
 from nanopage.startup.options import refused
 from nanopage.state.layer_kinds import LayerKinds, divide_layers
 from nanopage.step import Capacity
@@ -96,16 +98,11 @@ def build_worker(
     if model_config.model_impl == "transformers":
         from nanopage.transformers_impl.load import load_decoder  # imports transformers
 
-        return Worker(*load_decoder(setup, on_progress), wings, agree)
-    kind, product = choose_storage(setup, checkpoint)
-    integers = None if kind != BLOCKS else "packed" if setup.on_gpu else "tiles"
-    # A GPU that has no room for the weights may have room for the quantized ones.
-    on_host = setup.on_gpu and config.quantize_to is not None
-    how = loader.Loading(config.load_format, integers, on_host, part, group=setup.on_gpu)
-    model = loader.load_model(checkpoint, model_config, setup.dtype, device, how, on_progress)
-    if (pooling := model_config.pooling) is not None and pooling.answers is not None:
-        _answer_with(model, *pooling.answers)
-    wings.stored_as, product = store(setup, model, kind, product)
+        setup, decoder = load_decoder(setup, on_progress)
+        wings.standby = WorkerStandby(decoder, load=None)
+        return Worker(setup, decoder, wings, agree)
+    model, wings.stored_as, product = _load(setup, checkpoint, part, on_progress)
+    wings.standby = WorkerStandby(model, partial(_load_others, setup, part))
     if (quantized := model_config.quantization) is not None and wings.stored_as != BLOCKS:
         becomes = wings.stored_as or str(setup.dtype).removeprefix("torch.")
         logger.info(f"the weights of {path.name} ({quantized.method}: {quantized.layout}) become {becomes}")
@@ -137,6 +134,35 @@ def build_worker(
     if model_config.architecture == WHISPER and model_config.vocab_size > NUM_TIMESTAMPS:
         worker.runner.sampler = TranscriptSampler(worker.runner.table, worker.runner.sampler.sample_all)
     return worker
+
+
+def _load(
+    setup: Setup,
+    checkpoint: loader.Checkpoint,
+    part: Part,
+    on_progress: Callable[[int, int], None] | None = None,
+    on_host: bool = False,
+) -> tuple[Decoder, str | None, CompiledProduct | None]:
+    """Load a part of a model, with its weights as the options want them. Returns: the model, and how its weights are
+    stored (see weights/storage.py).
+
+    Args: on_host: of a GPU's model, leave in host memory what need not be on the GPU.
+    """
+    config, (kind, product) = setup.config, choose_storage(setup, checkpoint)
+    integers = None if kind != BLOCKS else "packed" if setup.on_gpu else "tiles"
+    # A GPU that has no room for the weights may have room for the quantized ones.
+    on_host = on_host or (setup.on_gpu and config.quantize_to is not None)
+    how = loader.Loading(config.load_format, integers, on_host, part, group=setup.on_gpu)
+    model = loader.load_model(checkpoint, setup.model_config, setup.dtype, setup.device, how, on_progress)
+    if (pooling := setup.model_config.pooling) is not None and pooling.answers is not None:
+        _answer_with(model, *pooling.answers)
+    return model, *store(setup, model, kind, product)
+
+
+def _load_others(setup: Setup, part: Part, path: Path) -> Decoder:
+    """Load other weights of the same model, beside those that it has."""
+    config = replace(setup.config, load_format="auto")  # also in place of random weights
+    return _load(replace(setup, config=config, path=path), path, part, on_host=True)[0]
 
 
 def _answer_with(model: Decoder, no: int, yes: int) -> None:

@@ -15,9 +15,13 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanopage.distributed import messages
 from nanopage.files.lossy_output import lose_output
+
+if TYPE_CHECKING:
+    from nanopage.worker.worker import Worker
 
 # Words in the error of an exchange that another worker has broken.
 EXCHANGES = ("gloo", "nccl", "connection closed", "connection reset", "socket", "timed out")
@@ -144,9 +148,20 @@ def _serve(mailbox: Mailbox) -> None:
             case messages.Compile():
                 worker.compile(report)
                 mailbox.send(messages.Ready())
+            case messages.Call() as call:
+                mailbox.send(answer(call, worker))
             case messages.Stop():
                 ranks.close()
                 return
+
+
+def answer(call: messages.Call, worker: "Worker") -> messages.Called:
+    """Do what a message asks of a worker's standby. After an exception, the worker goes on."""
+    try:
+        getattr(worker.wings.standby, call.method)(worker, *call.arguments)
+    except Exception as error:
+        return messages.Called(call.number, (type(error).__name__, str(error)))
+    return messages.Called(call.number)
 
 
 if __name__ == "__main__":

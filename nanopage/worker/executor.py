@@ -44,5 +44,8 @@ class LocalExecutor:
     def compile(self, on_progress: Callable[[int, int], None] | None = None) -> None:
         self.worker.compile(on_progress)
 
+    def call(self, method: str, *arguments: Any) -> None:
+        getattr(self.worker.wings.standby, method)(self.worker, *arguments)
+
     def shutdown(self) -> None:
         self._launched.clear()

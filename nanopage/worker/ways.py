@@ -44,6 +44,7 @@ class Wings:
                    (distributed/parallel.py, pooling/encode.py)
     threads        sets the number of threads on a CPU before each step (cpu/threads.py)
     items          inputs of running sequences that are no tokens (items/rows.py)
+    standby        gives memory back and takes it again, and exchanges weights (standby/worker.py)
     """
 
     stored_as: str | None = None
@@ -52,6 +53,7 @@ class Wings:
     wrap: Callable[[Way], Way] = lambda way: way
     threads: Any = None
     items: Any = None
+    standby: Any = None
 
 
 def why_not_compiled(setup: Setup) -> str | None:

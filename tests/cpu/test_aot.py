@@ -52,6 +52,7 @@ from nanopage.engine.schedule import Schedule
 from nanopage.files.private_files import cache_directory
 from nanopage.models.meta import meta_model
 from nanopage.recurrent.states import fit_block_size
+from nanopage.standby import engine as standby
 from nanopage.state.kv_cache import KVCache
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import NO_TOKEN, SamplingSettings
@@ -1109,3 +1110,14 @@ def test_compiled_layers_with_adapters_equal_the_eager_ones(tmp_path, cache, mon
         for left, right in zip(ours.logprobs, theirs.logprobs, strict=True):
             for token_id in left:
                 assert left[token_id].logprob == pytest.approx(right[token_id].logprob, abs=1e-3)
+
+
+def test_compiled_layers_go_on_with_other_weights(model, directory, tmp_path):
+    """In place: their inputs have the addresses. The pages of a KV cache that slept are zeros, at the same place."""
+    engine, new = engine_of(model), engine_of(tiny_model(tmp_path, **MODEL, vocab_size=FILLING, seed=1))
+    before, compiled = run(engine), compiled_in(engine)
+    standby.update_weights(engine, tmp_path)
+    standby.sleep(engine)
+    standby.wake_up(engine)
+    assert compiled_in(engine) is compiled is not None and compiled_in(new) is not None
+    assert run(engine) == run(new) != before

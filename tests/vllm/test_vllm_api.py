@@ -47,6 +47,7 @@ OTHER = {  # of each neutral option, a value that would change something
     "override_generation_config": {"top_k": 1},
     "disable_custom_all_reduce": None,
     "disable_log_stats": "yes",
+    "enable_sleep_mode": "yes",
     "structured_outputs": {"json": {}},
     "guided_decoding": {"json": {}},
     "truncate_prompt_tokens": 5,

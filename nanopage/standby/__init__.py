@@ -1,0 +1,1 @@
+"""An engine sleeps, wakes up, and gets other weights."""
