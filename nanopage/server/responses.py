@@ -16,7 +16,7 @@ from nanopage.server.errors import ApiError, unsupported
 from nanopage.server.generation import Generation
 from nanopage.server.protocol import ChatBody, CommonBody, ResponsesBody
 from nanopage.server.renames import renamed
-from nanopage.server.templates import TEMPLATE_FIELDS
+from nanopage.server.templates import TEMPLATE_FIELDS, template_kwargs
 from nanopage.server.tools import ToolOptions
 
 TEXT_PARTS = ("input_text", "output_text", "text")
@@ -53,6 +53,7 @@ class Responses:
         fields["response_format"] = _response_format(body.text.format)
         try:
             self.chat = Chat(llm, ChatBody(**fields), model, adapter, options)
+            self.effort = template_kwargs(llm, body)[0].get("reasoning_effort")  # None: no template reads it
         except ApiError as error:
             raise renamed(error, self.places, NAMES) from None
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
@@ -150,7 +151,7 @@ class Responses:
             "presence_penalty": params.presence_penalty,
             "previous_response_id": None,
             "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": self.effort, "summary": None},
             "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,

@@ -89,6 +89,8 @@ def template_kwargs(
             continue
         if name not in words:
             ignored.append(field)
+        elif name == "reasoning_effort" and not isinstance(value, str):
+            raise ApiError(400, f"{field} must be a string", param=field)
         elif name not in TEMPLATE_KWARGS:
             raise ApiError(400, f"{field}: clients may set {', '.join(TEMPLATE_KWARGS)}", param=field)
         else:

@@ -134,5 +134,12 @@ def test_variables_reach_a_template_that_reads_them(llm, app, monkeypatch):
 
     assert prompt(enable_thinking=False, reasoning={"effort": "low"}) == "False low."
     assert prompt(chat_template_kwargs={"enable_thinking": True}, reasoning_effort="high") == "True high."
-    for fields in ({"reasoning_effort": 5}, {"enable_thinking": "no"}):
+    for fields, effort in (
+        ({}, None),
+        ({"reasoning": {"effort": "low"}}, "low"),
+        ({"reasoning_effort": "high"}, "high"),
+    ):
+        reply = post(app, "/v1/responses", {"input": "a", "max_output_tokens": 1} | fields)
+        assert (reply.json["reasoning"]["effort"], reply.status) == (effort, 200)
+    for fields in ({"reasoning_effort": 5}, {"reasoning": {"effort": 5}}, {"enable_thinking": "no"}):
         assert post(app, CHAT, {"messages": HELLO} | fields).status == 400
