@@ -6,17 +6,19 @@ import shutil
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from helpers import tiny_model
 from test_gguf import SMOLLM, model_for, write_gguf
 from test_layouts import write
 from test_quantized_checkpoint import KINDS, write_quantized
 
-from nanopage import EngineConfig
+from nanopage import LLM, EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.cpu import aot_products, tile_linear, toolchain
 from nanopage.cpu.compiled_files import find_file
 from nanopage.cpu.lora import add_adapters
 from nanopage.cpu.packed import PackedWeight
 from nanopage.cpu.packed_linear import can_pack
+from nanopage.cpu.tiled_experts import TiledExperts
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +122,30 @@ def test_in_bfloat16_the_head_is_bfloat16(cache, tmp_path):
     worker = worker_of(tmp_path, dtype="bfloat16")
     assert worker.wings.stored_as == "block-quantized"
     assert worker.model.lm_head.weight.tiles.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["16 bits", "experts", "experts in int8", "awq"])
+def test_other_weights_are_stored_as_the_first_ones(cache, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("NANOPAGE_COMPILE", "never")  # the products are there already
+    models = [tmp_path / "0", tmp_path / "1"]
+    for seed, model in enumerate(models):
+        if kind == "awq":
+            write_quantized(model, KINDS["awq"], seed=seed)
+        else:
+            tiny_model(model, "mixtral" if "experts" in kind else "llama", "bfloat16", seed=seed)
+    options = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 32, "device": "cpu"}
+    options |= {"quantization": "int8"} if "int8" in kind else {}
+    llm, new = (LLM(str(model), **options) for model in models)
+    params, prompt = (
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        {"prompt_token_ids": [*range(9, 26)]},
+    )
+    before, expected = (each.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for each in (llm, new))
+    worker = llm.engine.executor.worker
+    assert worker.wings.stored_as is not None
+    assert any(isinstance(each, TiledExperts) for each in worker.model.modules()) == ("experts" in kind)
+    llm.update_weights(models[1])
+    assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == expected != before
 
 
 def assert_widened(worker):

@@ -11,7 +11,8 @@ import psutil
 import pytest
 import torch
 from asgi import call
-from helpers import ForkedLink, random_tokens, tiny_hf_model, tiny_model
+from encoders import tiny_encoder
+from helpers import ForkedLink, random_tokens, save_tokenizer, tiny_bart, tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 from test_gguf import SMOLLM, model_for, write_gguf
 from test_lora import save_adapter
@@ -144,6 +145,31 @@ def test_weights_that_would_be_stored_in_another_way_are_refused(model, tmp_path
     with pytest.raises(ValueError, match="scales of K and V"):
         scaled.update_weights(tensors | {"model.layers.0.self_attn.k_scale": torch.tensor(2.0)})
     assert answers(scaled) == expected
+
+
+def test_outputs_of_encoders_are_forgotten(tmp_path):
+    prompt = {"encoder_prompt": PROMPTS[0], "decoder_prompt": PROMPTS[1]}
+    for seed in (0, 1):
+        tiny_bart(seed=seed).save_pretrained(tmp_path / str(seed))
+        save_tokenizer(tmp_path / str(seed))
+    llm, new = (load(tmp_path / str(seed), max_model_len=60) for seed in (0, 1))
+    before, expected = (each.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for each in (llm, new))
+    llm.sleep()
+    llm.wake_up()
+    llm.update_weights(tmp_path / "1")
+    assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected != before
+
+
+def test_a_model_of_vectors(tmp_path):
+    llm = LLM(str(tiny_encoder(tmp_path / "model")), device="cpu", dtype="float32")
+    before = llm.embed([[5, 6, 7]], use_tqdm=False)[0].outputs.embedding
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    llm.update_weights({name: tensor * 2 for name, tensor in tensors.items()})
+    assert llm.embed([[5, 6, 7]], use_tqdm=False)[0].outputs.embedding != before
+    llm.sleep(level=2)
+    llm.wake_up()
+    llm.update_weights(tensors)
+    assert llm.embed([[5, 6, 7]], use_tqdm=False)[0].outputs.embedding == before
 
 
 def test_a_gguf_file_keeps_its_weights(tmp_path):
