@@ -5,6 +5,7 @@ emptied and filled again at other addresses, so the ways to run a step are made 
 """
 
 import ctypes
+import gc
 import logging
 import mmap
 import sys
@@ -51,13 +52,15 @@ class WorkerStandby:
             self._sleep_on_gpu(worker, level)
             return
         released = sum(map(give_back, [cache.tensor, *(self.weights if level == 2 else [])]))
+        trim()
         stay = "" if level == 2 else "; the weights stay in memory"
         logger.info(f"asleep: up to {released / GIB:.2f} GiB given back to the system{stay}")
 
     def _sleep_on_gpu(self, worker: Worker, level: int) -> None:
         torch.cuda.synchronize(worker.setup.device)
-        worker.runner.ways = []  # their graphs have the addresses
         free, _ = torch.cuda.mem_get_info(worker.setup.device)
+        worker.runner.ways = []  # their graphs have the addresses
+        collect()
         if level == 2:
             self._asleep["weights"] = [(storage, size, None) for storage, size, _ in self._asleep["weights"]]
         for tag, tensors in {"weights": self.weights, "kv_cache": [worker.kv_cache.tensor]}.items():
@@ -115,6 +118,7 @@ class WorkerStandby:
     def drop(self, worker: Worker) -> None:
         """Forget what `load` has loaded."""
         self._fresh = []
+        trim()
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
@@ -159,3 +163,18 @@ def give_back(tensor: Tensor) -> int:
         logger.warning(f"the system does not take memory back (error {ctypes.get_errno()})")
         return 0
     return end - begin
+
+
+def trim() -> None:
+    """Have glibc give free memory of its heap back to the system, which it keeps otherwise (weights/allocation.py)."""
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def collect() -> None:
+    """Collect garbage, also of objects that a server has frozen: graphs of pieces refer to themselves."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()
