@@ -291,6 +291,7 @@ def test_what_a_gpu_does(model, other, monkeypatch):
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *arguments: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    monkeypatch.setattr("nanopage.standby.worker.collect", lambda: None)  # takes seconds
     storages = [tensor.untyped_storage() for tensor in [*standby.weights, worker.kv_cache.tensor]]
     for level in (1, 2):
         before = answers(llm)
