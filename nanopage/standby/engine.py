@@ -29,7 +29,7 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
         RuntimeError: a request has not ended; the message names it.
         WorkerDiedError: no worker can go on.
     """
-    if isinstance(level, bool) or level not in (1, 2):
+    if type(level) is not int or level not in (1, 2):
         raise ValueError(f"level={shown(level)} is not supported: 1 keeps the weights, 2 drops them")
     if level == 2:
         _check_updatable(engine, "sleep(level=2)")

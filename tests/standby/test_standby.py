@@ -246,6 +246,7 @@ def test_what_is_refused(model):
     for change, kind, message in (
         (lambda: llm.sleep(0), ValueError, "level=0 is not supported"),
         (lambda: llm.sleep(True), ValueError, "level=True is not supported"),
+        (lambda: llm.sleep(1.0), ValueError, "level=1.0 is not supported"),
         (lambda: llm.wake_up("weights"), TypeError, "a list of"),
         (lambda: llm.wake_up(5), TypeError, "a list of"),
         (lambda: llm.wake_up(["graphs"]), ValueError, "'graphs' is neither 'weights' nor 'kv_cache'"),
