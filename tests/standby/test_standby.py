@@ -417,7 +417,7 @@ def test_coroutines(model, other):
         assert asyncio.run(check(llm)) == answers(load(other))[0]
 
 
-def test_the_server(model):
+def test_the_server(model, monkeypatch):
     ask = {"prompt": "the cat", "temperature": 0, "max_tokens": 8}
 
     def reply(app, method, path, body=None, query="", **headers):
@@ -431,6 +431,11 @@ def test_the_server(model):
         assert "--allow-sleep" in reply(closed, "POST", "/sleep").error["message"]
         app = create_app(ServerState(["tiny"], llm=llm, allow_sleep=True), hosts=["localhost"])
         text = reply(app, "POST", "/v1/completions", ask).json["choices"][0]["text"]
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine, "has_unfinished_requests", lambda: True)
+            patch.setattr(llm.engine.output_processor, "requests", {"x": None})
+            busy = reply(app, "POST", "/sleep")
+        assert (busy.status, busy.error["message"][:31]) == (409, "sleep(): request 'x' has not en")
         for path, query, status in (
             ("/sleep", "level=2", 400),
             ("/sleep", "level=x", 400),
