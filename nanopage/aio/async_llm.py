@@ -26,10 +26,10 @@ from nanopage.items.soft_prompts import PromptAdapterRequest, with_prompt_adapte
 from nanopage.outputs import RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 from nanopage.standby import engine as standby
-from nanopage.standby.given import Weights
 from nanopage.vllm.metrics import Metric, Metrics
 
 if TYPE_CHECKING:
+    from nanopage.standby.given import Weights
     from nanopage.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -224,7 +224,7 @@ class AsyncLLM:
         """Whether anything sleeps."""
         return bool(self.engine.asleep)
 
-    async def update_weights(self, weights: Weights) -> None:
+    async def update_weights(self, weights: "Weights") -> None:
         """Replace all weights. Arguments and errors: as `standby.engine.update_weights`; EngineDeadError. The engine's
         thread reads the tensors."""
         await self.between_steps(partial(standby.update_weights, self.engine, weights))

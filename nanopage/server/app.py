@@ -68,7 +68,6 @@ from nanopage.server.streaming import GONE, PING, ClientGoneError, EventStream, 
 from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
 from nanopage.text.prompts import PromptTooLongError
-from nanopage.vllm.engine_args import EngineArgs
 
 logger = logging.getLogger("nanopage")
 
@@ -378,14 +377,6 @@ def model_card(state: ServerState, name: str) -> dict:
         "max_model_len": None if llm is None else llm.engine.max_model_len,
         "default_sampling_params": {} if llm is None else changed_defaults(llm),
     }
-
-
-def load_engine(engine_args: EngineArgs) -> AsyncLLM:
-    """Load the model, and log what its requests get by default. Raises: as `nanopage.build.build_engine`."""
-    llm = AsyncLLM.from_engine_args(engine_args)
-    if changed := changed_defaults(llm):
-        logger.info(f"requests without these parameters get those of generation_config.json: {changed}")
-    return llm
 
 
 def changed_defaults(llm: AsyncLLM) -> dict[str, Any]:

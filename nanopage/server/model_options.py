@@ -22,6 +22,7 @@ REFUSED = {
     "lora_modules": "an adapter belongs to one model",
     "prompt_adapters": "a soft prompt belongs to one model",
     "allow_runtime_lora_updating": "an adapter belongs to one model",
+    "allow_sleep": "models are loaded and unloaded by need",
     "view": "the live view shows one engine",
     "replicas": "replicas have one model",
 }

@@ -1,16 +1,19 @@
 """Options of the model that `nanopage serve` and `nanopage run-batch` have in common, and its loading."""
 
 import argparse
+import logging
 from typing import Any
 
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_formats import FORMATS
 from nanopage.server.adapters import parse_modules
-from nanopage.server.app import load_engine
+from nanopage.server.app import changed_defaults
 from nanopage.server.state import ServerState
 from nanopage.server.tools import FINISH_REASONS, ToolOptions
 from nanopage.vllm.engine_args import EngineArgs
 from nanopage.weights import hub
+
+logger = logging.getLogger("nanopage")
 
 SECONDS_TO_CLOSE = 5  # at shutdown, for clients to read what was sent and for a step to end
 
@@ -67,6 +70,8 @@ class Model:
     """
 
     def __init__(self, args: argparse.Namespace):
+        if args.model_tag is not None and args.model is not None:
+            raise ValueError(f"the model is given twice: {args.model_tag}, and --model {args.model}")
         args.model = args.model_tag if args.model is None else args.model
         self.modules = parse_modules("--lora-modules", args.lora_modules)
         self.soft_prompts = parse_modules("--prompt-adapters", args.prompt_adapters)
@@ -104,3 +109,11 @@ def check_adapters(args: argparse.Namespace, names: list[str], model_names: list
         raise ValueError(f"an adapter cannot have the name of the model: {', '.join(sorted(taken))}")
     if len(set(names)) < len(names):
         raise ValueError("--lora-modules and --prompt-adapters have a name in common")
+
+
+def load_engine(engine_args: EngineArgs) -> AsyncLLM:
+    """Load the model, and log what its requests get by default. Raises: as `nanopage.build.build_engine`."""
+    llm = AsyncLLM.from_engine_args(engine_args)
+    if changed := changed_defaults(llm):
+        logger.info(f"requests without these parameters get those of generation_config.json: {changed}")
+    return llm

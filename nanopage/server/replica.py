@@ -18,9 +18,10 @@ from ray.exceptions import RayError
 from starlette.types import Message
 
 import nanopage
-from nanopage.server.app import create_routes, load_engine
+from nanopage.server.app import create_routes
 from nanopage.server.errors import ApiError
 from nanopage.server.in_process import http_scope
+from nanopage.server.options import load_engine
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs
 

@@ -7,13 +7,15 @@ threads: `LLM` puts its lock around it, and `AsyncLLM` leaves it to the engine's
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.recovery import die, recover
 from nanopage.files.model_files import shown
-from nanopage.standby.given import Weights, as_files
 from nanopage.step import WorkerDiedError
+
+if TYPE_CHECKING:
+    from nanopage.standby.given import Weights
 
 TAGS = ("weights", "kv_cache")  # vLLM's names for what sleeps
 
@@ -59,7 +61,7 @@ def wake_up(engine: LLMEngine, tags: Iterable[str] | None = None) -> None:
     _open_or_close(engine)
 
 
-def update_weights(engine: LLMEngine, weights: Weights) -> None:
+def update_weights(engine: LLMEngine, weights: "Weights") -> None:
     """Replace all weights of the model, in place. Compiled code and captured graphs stay valid.
 
     The weights are loaded beside the old ones, as at the start: names as in the model's own files, then fused, packed,
@@ -79,6 +81,8 @@ def update_weights(engine: LLMEngine, weights: Weights) -> None:
         MemoryError, OSError: there is no room for the weights, in memory or as files.
         WorkerDiedError: no worker can go on.
     """
+    from nanopage.standby.given import as_files  # imports torch
+
     _check_updatable(engine, "update_weights()")
     if "weights" in engine.asleep:
         raise RuntimeError("update_weights(): the weights sleep: call wake_up(['weights']) first")

@@ -285,6 +285,7 @@ def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path):
         (["--salt-per-key"], "--api-key"),
         (["--allowed-host", "a", "--api-key", "b"], "--allowed-host has no effect with --api-key"),
         (["--allowed-host", "a", "--insecure"], "--allowed-host has no effect with --insecure"),
+        (["a", "--model", "b"], "the model is given twice: a, and --model b"),
         (["--allowed-host", "a", "--uds", "b"], "--allowed-host has no effect with --uds"),
         (["--otlp-traces-endpoint", "localhost:4318"], "--otlp-traces-endpoint"),
     ],

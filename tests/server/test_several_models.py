@@ -387,6 +387,7 @@ def test_shutting_down_ends_what_waits_and_lets_what_runs_end(tmp_path):
         (["--model", "a=ROOT/a", "--served-model-name", "x"], "--served-model-name does not work with several models"),
         (["--model", "a=ROOT/a", "--lora-modules", "x=y"], "--lora-modules does not work with several models"),
         (["--model", "a=ROOT/a", "--replicas", "2"], "--replicas does not work with several models"),
+        (["--model", "a=ROOT/a", "--allow-sleep"], "--allow-sleep does not work with several models"),
         (["--model", "a=ROOT/a", "--view"], "--view does not work with several models"),
         (["--model", "a=ROOT/a", "--max-num-seqs", "0"], "max_num_seqs"),
         (["--model", "a=ROOT/a", "--distributed-executor-backend", "ray"], "--distributed-executor-backend ray"),
