@@ -212,7 +212,7 @@ class Fields:
         return replace(self, values=dict(value or {}))
 
     def windows(
-        self, num_layers: int, default: int | None, from_layer: int = 0, kinds: list[str] | None = None, every: int = 0
+        self, default: int | None, from_layer: int = 0, kinds: list[str] | None = None, every: int = 0
     ) -> tuple[int | None, ...]:
         """The sliding window of each layer, or None for a layer that attends to everything.
 
@@ -224,6 +224,7 @@ class Fields:
             from_layer: the first layer with a window, if config.json does not say. 0 ignores `max_window_layers`.
             every: each `every`th layer has no window, if config.json does not say.
         """
+        num_layers = self.size("num_hidden_layers")
         if self.values.get("sliding_window", default) is None:
             return (None,) * num_layers
         window = self.size("sliding_window", default)

@@ -7,6 +7,12 @@ from nanopage.config.model import ExpertsConfig
 from nanopage.files.model_files import shown
 
 MAX_EXPERTS = 2**16  # in all layers together
+EXPERT_TENSORS = {  # in GGUF files: in checkpoints
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
 
 
 def read_experts(
@@ -29,6 +35,13 @@ def read_experts(
         raise fields.error("num_experts_per_tok", f"must be at most num_experts={num_experts}, got {num_chosen}")
     layers = tuple(index not in plain and (index + 1) % step == 0 for index in range(num_layers))
     return ExpertsConfig(num_experts, num_chosen, intermediate_size, shared_size, normalize, layers)
+
+
+def read_qwen_experts(fields: Fields, defaults: tuple[int, int, int, int], normalize: bool = True) -> ExpertsConfig:
+    """Experts under Qwen's names of fields. Args: defaults: of the four sizes. normalize: as in ExpertsConfig."""
+    names = "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"
+    num_experts, num_chosen, inner, shared = map(fields.size, names, defaults)
+    return read_experts(fields, num_experts, num_chosen, inner, shared, normalize)
 
 
 def read_grouped_experts(fields: Fields, corrected: bool, in_groups: bool = True) -> ExpertsConfig:

@@ -28,9 +28,8 @@ from torch import Tensor
 from nanopage.checks.fields import GENERATE, Fields
 from nanopage.checks.stored_quantization import FLOATS
 from nanopage.config.model import LatentConfig, ModelConfig
-from nanopage.experts.config import read_grouped_experts
+from nanopage.experts.config import EXPERT_TENSORS, read_grouped_experts
 from nanopage.experts.moe import Gate
-from nanopage.families import qwen3_moe
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.files.model_files import shown
 from nanopage.layers.attention import StepContext
@@ -44,7 +43,7 @@ from nanopage.state.pages import gather
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 INSTEAD = GENERATE
 GGUF_ARCHITECTURE = "deepseek2"
-GGUF_TENSORS = qwen3_moe.GGUF_TENSORS | {
+GGUF_TENSORS = EXPERT_TENSORS | {
     "attn_k_b": "self_attn.k_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",

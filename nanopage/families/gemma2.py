@@ -25,7 +25,6 @@ GGUF_FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 GGUF_NORM_OFFSET = 1.0  # files have 1 + weight
-LAYERS_27B = 46
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -45,7 +44,7 @@ def gemma_config(fields: Fields, every: int, window: int = 4096) -> dict[str, An
         "head_dim": fields.size("head_dim", 256),
         "attention_bias": fields.flag("attention_bias"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
-        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), window, every=every),
+        "sliding_windows": fields.windows(window, every=every),
         "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         "norm_offset": 1.0,
         "attention_scale": fields.number("query_pre_attn_scalar", 256) ** -0.5,
@@ -53,13 +52,9 @@ def gemma_config(fields: Fields, every: int, window: int = 4096) -> dict[str, An
     }
 
 
-def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
+def complete_gguf(config: dict[str, Any], layers_27b: int = 46) -> dict[str, Any]:
     """Fields of config.json that GGUF files lack. The attention of the 27B model has another scale. As in llama.cpp,
     the model is known by its number of layers."""
-    return gemma_scale(config, LAYERS_27B)
-
-
-def gemma_scale(config: dict[str, Any], layers_27b: int) -> dict[str, Any]:
     is_27b = config["num_hidden_layers"] == layers_27b
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
     return {"query_pre_attn_scalar": scalar}

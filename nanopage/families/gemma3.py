@@ -3,19 +3,19 @@
 Five layers of six have a window, and a rope of their own.
 """
 
+from functools import partial
 from typing import Any
 
 from nanopage.checks.fields import Fields
-from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.families import gemma2
-from nanopage.families.gemma2 import gemma_config, gemma_scale
-from nanopage.models.decoder import DecoderLayer
+from nanopage.families.gemma2 import gemma_config
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 GGUF_ARCHITECTURE = "gemma3"
-GGUF_TENSORS = gemma2.GGUF_TENSORS | {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+make_layer, complete_gguf = gemma2.make_layer, partial(gemma2.complete_gguf, layers_27b=62)
+GGUF_TENSORS = gemma2.GGUF_TENSORS
 GGUF_FIELDS = {
     "attention.sliding_window": "sliding_window",
     "attention.sliding_window_pattern": "sliding_window_pattern",
@@ -23,7 +23,6 @@ GGUF_FIELDS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 GGUF_NORM_OFFSET = 1.0
-LAYERS_27B = 62
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -52,12 +51,3 @@ def local_rope(fields: Fields) -> RopeConfig:
     if parameters.values.get("sliding_attention") is not None:
         return read_rope(fields, "sliding_attention", default_theta=1e4)
     return RopeConfig(fields.number("rope_local_base_freq", 1e4))
-
-
-def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
-    """As in gemma2.py."""
-    return gemma_scale(config, LAYERS_27B)
-
-
-def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return gemma2.make_layer(config, index)

@@ -38,8 +38,6 @@ from nanopage.reading.rope import read_rope
 
 __all__ = ["rename", "text_fields"]  # as in gemma4.py
 ARCHITECTURES = ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration")
-GGUF_ARCHITECTURE = ""
-GGUF_TENSORS: dict[str, str] = {}
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:

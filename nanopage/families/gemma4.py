@@ -34,11 +34,10 @@ from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS, MLP
 from nanopage.layers.rotary import rotate
 from nanopage.models.decoder import Decoder, SelfAttention, make_norm
+from nanopage.reading.names import renamed
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
-GGUF_ARCHITECTURE = ""
-GGUF_TENSORS: dict[str, str] = {}
 Heads = tuple[int, int]
 OF_EXPERTS = KNOWN  # the activations that experts may have
 ROPES = {
@@ -46,10 +45,11 @@ ROPES = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
 NAMES = {  # in checkpoints: here
-    ".router.proj.": ".moe.gate.",
-    ".router.": ".moe.gate.",
-    ".experts.": ".moe.experts.",
-    ".pre_feedforward_layernorm_2.": ".moe.norm.",
+    r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.": None,
+    r"^model\.language_model\.": "model.",
+    r"\.router\.(proj\.)?": ".moe.gate.",
+    r"\.experts\.": ".moe.experts.",
+    r"\.pre_feedforward_layernorm_2\.": ".moe.norm.",
 }
 
 
@@ -153,17 +153,10 @@ def _experts(fields: Fields) -> ExpertsConfig:
 
 
 def rename(name: str, config: ModelConfig) -> str | None:
-    """The name of a checkpoint's tensor in this model. None: it is not used. Published checkpoints have K and V of all
-    layers."""
-    if re.match(r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\.", name):
-        return None
-    name = re.sub(r"^model\.language_model\.", "model.", name)
-    of_kv = re.match(r"model\.layers\.(\d{1,4})\.self_attn\.(k|v)_(proj|norm)\.", name)
-    if of_kv and len({*config.kv_sources}) <= int(of_kv[1]) < len(config.kv_sources):
-        return None
-    for there, here in NAMES.items():
-        name = name.replace(there, here)
-    return name
+    """As `renamed`. Published checkpoints have K and V of all layers. Those that no layer uses are left out."""
+    new = renamed(name, config, NAMES)
+    of_kv = re.match(r"model\.layers\.(\d{1,4})\.self_attn\.(k|v)_(proj|norm)\.", new or "")
+    return None if of_kv and len({*config.kv_sources}) <= int(of_kv[1]) < len(config.kv_sources) else new
 
 
 def make_layer(config: ModelConfig, index: int) -> nn.Module:
@@ -257,7 +250,8 @@ class Gemma4Attention(SelfAttention):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index, config.attention_bias, config.attention_bias)
         self.source = config.kv_sources[index] if config.kv_sources else index
-        self.is_shared, self.eps = self.source != index, config.rms_norm_eps
+        self.is_shared = self.source != index
+        self.v_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps, elementwise_affine=False)
         k_is_v = config.mixer["k_is_v"] and config.sliding_windows[index] is None
         names = ["q_proj"] if self.is_shared else ["q_proj", "k_proj"] if k_is_v else [*self.qkv_proj.parts]
         parts = {name: self.qkv_proj.parts[name] for name in names}
@@ -270,7 +264,7 @@ class Gemma4Attention(SelfAttention):
         if self.is_shared:
             return heads
         qk = heads[:, : self.num_heads + self.num_kv_heads]
-        return torch.cat((qk, unit_norm(heads[:, -self.num_kv_heads :], self.eps)), dim=1)  # the last ones are V, or K
+        return torch.cat((qk, self.v_norm(heads[:, -self.num_kv_heads :])), dim=1)  # the last ones are V, or K
 
 
 class Gemma4Experts(MixtureOfExperts):
@@ -290,16 +284,10 @@ class Gemma4Router(Router):
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig):
         super().__init__(config.hidden_size, experts)
-        self.eps = config.rms_norm_eps
+        self.unit_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, elementwise_affine=False)
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.empty(experts.num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        numbers, weights = super().forward(unit_norm(x, self.eps) * self.scale * x.shape[1] ** -0.5)
+        numbers, weights = super().forward(self.unit_norm(x) * self.scale * x.shape[1] ** -0.5)
         return numbers, weights * self.per_expert_scale[numbers]
-
-
-def unit_norm(x: Tensor, eps: float) -> Tensor:
-    """An RMSNorm without a weight."""
-    y = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

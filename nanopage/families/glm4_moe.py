@@ -8,13 +8,13 @@ from typing import Any
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.experts.config import read_grouped_experts
-from nanopage.families import deepseek, qwen2_moe, qwen3
+from nanopage.families import deepseek, qwen2_moe
 from nanopage.families.glm4 import read_half_rope
-from nanopage.models.decoder import DecoderLayer
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 GGUF_ARCHITECTURE = "glm4moe"
-GGUF_TENSORS = deepseek.GGUF_TENSORS | qwen3.GGUF_TENSORS | {"post_attention_norm": "post_attention_layernorm"}
+make_layer = qwen2_moe.make_layer
+GGUF_TENSORS = deepseek.GGUF_TENSORS | {"post_attention_norm": "post_attention_layernorm"}
 GGUF_PARTIAL_ROPE = True
 GGUF_GATINGS, GGUF_NORMALIZED = (0, 2), False
 GGUF_FIELDS = deepseek.GGUF_EXPERTS
@@ -47,7 +47,3 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
 def rename(name: str, config: ModelConfig) -> str | None:
     """The name of a checkpoint's tensor in this model. None: it has none."""
     return None if name.startswith(f"model.layers.{config.num_layers}.") else name
-
-
-def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return qwen2_moe.make_layer(config, index)

@@ -5,16 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from nanopage.checks.fields import GENERATE, Fields
-from nanopage.config.model import ModelConfig
 from nanopage.families import deepseek
-from nanopage.families.deepseek import rename  # noqa: F401 (of tensors)
 from nanopage.files.model_files import shown
-from nanopage.models.decoder import DecoderLayer
 
 ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
 INSTEAD = GENERATE
-GGUF_ARCHITECTURE = ""  # files have the architecture of DeepSeek
-GGUF_TENSORS: dict[str, str] = {}
+make_layer, rename = deepseek.make_layer, deepseek.rename
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -28,7 +24,3 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     special = deepseek.read_config(fields, "DeepseekV3ForCausalLM")
     experts = replace(special["experts"], layers=tuple(kind == "sparse" for kind in kinds))
     return special | {"experts": experts, "rms_norm_eps": fields.number("rms_norm_eps", 1e-5)}
-
-
-def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return deepseek.make_layer(config, index)

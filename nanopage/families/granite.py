@@ -10,7 +10,6 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("GraniteForCausalLM",)
 GGUF_ARCHITECTURE = "granite"
-GGUF_TENSORS: dict[str, str] = {}
 GGUF_REORDERED = True
 SCALES_EMBEDS = True  # embeddings in prompts are multiplied, too
 GGUF_FIELDS = {
@@ -23,9 +22,7 @@ GGUF_FIELDS = {
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    num_heads = fields.size("num_attention_heads")
     return {
-        "num_kv_heads": fields.size("num_key_value_heads", num_heads),
         "attention_bias": fields.flag("attention_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
         "attention_scale": fields.number("attention_multiplier", 1.0),
@@ -35,9 +32,9 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     }
 
 
-def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    attention = SelfAttention(config, index, config.attention_bias, config.attention_bias)
-    return GraniteLayer(config, attention)
+def make_layer(config: ModelConfig, index: int, mlp: nn.Module | None = None) -> DecoderLayer:
+    """Args: mlp: as of DecoderLayer."""
+    return GraniteLayer(config, SelfAttention(config, index, config.attention_bias, config.attention_bias), mlp)
 
 
 class GraniteLayer(DecoderLayer):

@@ -1,8 +1,8 @@
 """Granite 4 (IBM 2025): Granite 3's layer, with Mamba-2's mixer in place of attention in most layers. Some models have
 a mixture of experts beside the feed-forward layer. Most have no rotary embeddings."""
 
-import re
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from nanopage.families import granite
 from nanopage.files.model_files import shown
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import MLP
-from nanopage.models.decoder import SelfAttention
+from nanopage.reading.names import renamed
 from nanopage.reading.rope import read_rope
 from nanopage.recurrent.mamba2 import Mamba2Mixer, read_mixer
 from nanopage.recurrent.states import GGUF_MIXER, MixerLayer
@@ -64,6 +64,7 @@ NAMES = {  # in checkpoints: here
     r"\.block_sparse_moe\.router\.(layer\.)?": ".mlp.mixture.gate.",
     r"\.block_sparse_moe\.experts\.": ".mlp.mixture.experts.",
 }
+rename = partial(renamed, names=NAMES)
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -107,18 +108,11 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rename(name: str, config: ModelConfig) -> str:
-    """The name of a checkpoint's tensor in this model."""
-    for there, here in NAMES.items():
-        name = re.sub(there, here, name)
-    return name
-
-
 def make_layer(config: ModelConfig, index: int) -> nn.Module:
     mlp = SharedMLP(config)
     if config.sliding_windows[index] == STATE:
         return MixerLayer(config, "mamba", Mamba2Mixer(config, index), mlp)
-    return granite.GraniteLayer(config, SelfAttention(config, index, *[config.attention_bias] * 2), mlp)
+    return granite.make_layer(config, index, mlp)
 
 
 class SharedMLP(MLP):

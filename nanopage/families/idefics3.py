@@ -4,7 +4,7 @@ A square of an image becomes patches, of which the tower makes hidden states. Th
 patches (pixel shuffle, Shi et al. 2016) and projects them to the size of the text model.
 """
 
-import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.models import llama
 from nanopage.models.llama import make_layer
+from nanopage.reading.names import renamed
 from nanopage.vision.config import read_siglip, read_token
 from nanopage.vision.idefics3 import Idefics3Config, read_images
 from nanopage.vision.siglip import SiglipTower
@@ -21,9 +22,8 @@ from nanopage.vision.siglip import SiglipTower
 __all__ = ["make_layer", "read_images"]
 
 ARCHITECTURES = ("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
-GGUF_ARCHITECTURE = ""
-GGUF_TENSORS: dict[str, str] = {}
-ENCODER = "model.encoders.image."
+NAMES = {r"^model\.text_model\.": "model.", r"^model\.(vision_model|connector)\.": r"model.encoders.image.\1."}
+rename = partial(renamed, names=NAMES)  # in checkpoints: here
 
 
 def text_fields(fields: Fields) -> Fields:
@@ -43,12 +43,6 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     tower = read_siglip(Fields(vision.values, f"{fields.source}: vision_config"), 32, 12, 16)
     image = Idefics3Config(tower, fields.size("scale_factor", 2), token)
     return llama.read_config(fields, "LlamaForCausalLM") | {"encoders": {"image": image}}
-
-
-def rename(name: str, config: ModelConfig) -> str | None:
-    """The name here of a tensor of a checkpoint."""
-    name = re.sub(r"^model\.text_model\.", "model.", name)
-    return re.sub(r"^model\.(vision_model|connector)\.", rf"{ENCODER}\1.", name)
 
 
 def make_encoders(config: ModelConfig) -> dict[str, nn.Module]:

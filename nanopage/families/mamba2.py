@@ -2,8 +2,8 @@
 There is no attention, and no feed-forward layer.
 """
 
-import re
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from nanopage.config.model import ModelConfig, num_numbers
 from nanopage.config.rope import UNROTATED
 from nanopage.layers.attention import StepContext
 from nanopage.models.decoder import make_norm
+from nanopage.reading.names import renamed
 from nanopage.recurrent.mamba2 import Mamba2Mixer, read_mixer
 from nanopage.recurrent.states import GGUF_MIXER, mix
 from nanopage.state.layer_kinds import STATE
@@ -38,6 +39,12 @@ SIZES = {  # names in config.json, and defaults
     "width": ("conv_kernel", 4),
     "expand": ("expand", 2),
 }
+NAMES = {  # in checkpoints: here. Mistral's own names begin with "model.backbone."
+    r"^(model\.)?backbone\.": "model.",
+    r"^model\.embeddings?\.": "model.embed_tokens.",
+    r"^model\.norm_f\.": "model.norm.",
+}
+rename = partial(renamed, names=NAMES)
 # Such models have no limit, and transformers knows none. Mistral has tested Codestral Mamba with so many tokens.
 MAX_POSITIONS = 2**18
 # A block holds states and no K and V, so its size is free: this many tokens take as much as a state if both are in one
@@ -72,12 +79,6 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
     length = min(config["max_position_embeddings"], MAX_POSITIONS)  # the converter writes 2^20 for all models
     names = {"expand": expand, "layer_norm_epsilon": config["rms_norm_eps"], "max_position_embeddings": length}
     return names | {"head_dim": None}
-
-
-def rename(name: str, config: ModelConfig) -> str:
-    """The name of a checkpoint's tensor in this model. Mistral's own names begin with "model.backbone."."""
-    name = re.sub(r"^(model\.)?backbone\.", "model.", name)
-    return re.sub(r"^model\.embeddings?\.", "model.embed_tokens.", name).replace("model.norm_f.", "model.norm.")
 
 
 def make_layer(config: ModelConfig, index: int) -> nn.Module:

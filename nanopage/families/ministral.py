@@ -16,7 +16,6 @@ from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Ministral3ForCausalLM", "MinistralForCausalLM")
 GGUF_ARCHITECTURE = "mistral3"
-GGUF_TENSORS: dict[str, str] = {}
 GGUF_REORDERED = True
 GGUF_FIELDS = {
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
@@ -39,9 +38,9 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     num_kv_heads = num_heads if "num_key_value_heads" in fields.values else 8  # null or missing
     read = {"num_kv_heads": fields.size("num_key_value_heads", num_kv_heads)}
     if architecture == "MinistralForCausalLM":
-        return read | {"sliding_windows": fields.windows(num_layers, default=4096)}
-    windows = fields.windows(num_layers, default=None, kinds=["sliding_attention"] * num_layers)
-    if windows != fields.windows(num_layers, default=None):
+        return read | {"sliding_windows": fields.windows(default=4096)}
+    windows = fields.windows(default=None, kinds=["sliding_attention"] * num_layers)
+    if windows != fields.windows(default=None):
         raise fields.error("layer_types", "must be sliding_attention for each layer if there is a sliding_window")
     head_dim = fields.size("hidden_size") // num_heads if "head_dim" in fields.values else 128
     return read | {

@@ -30,7 +30,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     experts = read_experts(fields, num_experts, num_chosen, fields.size("intermediate_size"))
     return {
         "num_kv_heads": fields.size("num_key_value_heads", 8),
-        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), default=None),
+        "sliding_windows": fields.windows(default=None),
         "experts": replace(experts, place="block_sparse_moe.experts", parts=("w1", "w3", "w2")),
     }
 

@@ -12,8 +12,6 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention, make_norm
 ARCHITECTURES = ("Olmo2ForCausalLM",)
 GGUF_ARCHITECTURE = "olmo2"
 GGUF_TENSORS = {
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
@@ -21,9 +19,7 @@ GGUF_TENSORS = {
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    num_heads = fields.size("num_attention_heads")
     return {
-        "num_kv_heads": fields.size("num_key_value_heads", num_heads),
         "attention_bias": fields.flag("attention_bias"),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
         "norm_offset": 0.0,

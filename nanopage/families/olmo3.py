@@ -3,14 +3,13 @@
 from typing import Any
 
 from nanopage.checks.fields import Fields
-from nanopage.config.model import ModelConfig
 from nanopage.config.rope import RopeConfig
 from nanopage.families import olmo2
-from nanopage.models.decoder import DecoderLayer
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("Olmo3ForCausalLM",)
 GGUF_ARCHITECTURE = "olmo2 with windows"  # "olmo2" in the file, which has olmo2.attention.sliding_window, too
+make_layer = olmo2.make_layer
 GGUF_TENSORS = olmo2.GGUF_TENSORS
 GGUF_FIELDS = {
     "attention.sliding_window": "sliding_window",
@@ -26,7 +25,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
         raise fields.error("sliding_window", "must not be null: layers with a window have a rope of their own")
     rope = read_rope(fields, "full_attention", THETA)
     return olmo2.read_config(fields, architecture) | {
-        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), default=4096, every=4),
+        "sliding_windows": fields.windows(default=4096, every=4),
         "rope": rope,
         "other_rope": _local_rope(fields, rope.theta),
     }
@@ -48,7 +47,3 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
         "sliding_attention": {"rope_theta": config.get("rope_local_base_freq", theta)},
     }
     return {"rope_parameters": ropes}
-
-
-def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return olmo2.make_layer(config, index)

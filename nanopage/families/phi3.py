@@ -23,8 +23,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     if rope.rope_type not in ("default", "longrope"):
         raise fields.unsupported("rope_scaling", f"of type {rope.rope_type!r} of Phi-3")
     return {
-        "num_kv_heads": fields.size("num_key_value_heads", fields.size("num_attention_heads")),
-        "sliding_windows": fields.windows(fields.size("num_hidden_layers"), default=None),
+        "sliding_windows": fields.windows(default=None),
         "rope": rope,
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-5),
         "undivided": "its checkpoints have q, k and v in one matrix",

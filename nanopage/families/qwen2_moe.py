@@ -4,18 +4,14 @@ from typing import Any
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.experts.config import read_experts
+from nanopage.experts.config import EXPERT_TENSORS, read_qwen_experts
 from nanopage.experts.moe import MixtureOfExperts
 from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("Qwen2MoeForCausalLM",)
 GGUF_ARCHITECTURE = "qwen2moe"
-GGUF_TENSORS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
+GGUF_TENSORS = EXPERT_TENSORS | {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -26,24 +22,16 @@ GGUF_NORMALIZED = False
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
-    num_layers = fields.size("num_hidden_layers")
-    windows: tuple[int | None, ...] = (None,) * num_layers
+    windows = None
     if fields.flag("use_sliding_window"):
         if fields.values.get("layer_types") is None:  # versions of transformers disagree about which layers it means
             raise fields.error("use_sliding_window", "true needs layer_types")
-        windows = fields.windows(num_layers, default=4096)
+        windows = fields.windows(default=4096)
     return {
         "num_kv_heads": fields.size("num_key_value_heads", 16),
         "attention_bias": fields.flag("qkv_bias", True),
         "sliding_windows": windows,
-        "experts": read_experts(
-            fields,
-            num_experts=fields.size("num_experts", 60),
-            num_chosen=fields.size("num_experts_per_tok", 4),
-            intermediate_size=fields.size("moe_intermediate_size", 1408),
-            shared_size=fields.size("shared_expert_intermediate_size", 5632),
-            normalize=fields.flag("norm_topk_prob"),
-        ),
+        "experts": read_qwen_experts(fields, (60, 4, 1408, 5632), normalize=fields.flag("norm_topk_prob")),
     }
 
 

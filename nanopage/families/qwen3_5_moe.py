@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from torch import nn
-
 from nanopage.checks.fields import GENERATE, Fields
-from nanopage.config.model import ModelConfig
-from nanopage.experts.config import read_experts
-from nanopage.families import qwen3_5
+from nanopage.experts.config import read_qwen_experts
 from nanopage.families.qwen3_5 import (  # noqa: F401 (what is the same without experts)
     GGUF_FIELDS,
     GGUF_NORM_OFFSET,
@@ -15,6 +11,7 @@ from nanopage.families.qwen3_5 import (  # noqa: F401 (what is the same without 
     GGUF_SECTIONS,
     GGUF_TENSORS,
     complete_gguf,
+    make_layer,
     rename,
     text_fields,
 )
@@ -29,15 +26,5 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
     return read_layers(fields, num_kv_heads=2) | {
         "intermediate_size": fields.size("moe_intermediate_size", 512),  # no layer is without experts
-        "experts": read_experts(
-            fields,
-            num_experts=fields.size("num_experts", 256),
-            num_chosen=fields.size("num_experts_per_tok", 8),
-            intermediate_size=fields.size("moe_intermediate_size", 512),
-            shared_size=fields.size("shared_expert_intermediate_size", 512),
-        ),
+        "experts": read_qwen_experts(fields, (256, 8, 512, 512)),
     }
-
-
-def make_layer(config: ModelConfig, index: int) -> nn.Module:
-    return qwen3_5.make_layer(config, index)

@@ -1,8 +1,8 @@
 """Qwen3-Next (Qwen 2025): three of four layers are Gated DeltaNets in place of attention, whose output has a gate, too.
 Experts as in Qwen2-MoE. The tensors that predict a token more, mtp.*, are left out."""
 
-import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from nanopage.checks.fields import GENERATE, Fields
 from nanopage.config.model import ModelConfig
-from nanopage.experts.config import read_experts
-from nanopage.families import qwen2_moe, qwen3
+from nanopage.experts.config import read_qwen_experts
+from nanopage.families import qwen2_moe
 from nanopage.families.qwen2_moe import make_mlp
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import DecoderLayer, SelfAttention
+from nanopage.reading.names import renamed
 from nanopage.reading.rope import read_rope
 from nanopage.recurrent.gated_delta_net import GatedDeltaNet, InterleavedDeltaNet, PartlyInterleavedDeltaNet
 from nanopage.recurrent.states import GGUF_MIXER, MixerLayer
@@ -22,18 +23,18 @@ from nanopage.state.layer_kinds import STATE
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 INSTEAD = GENERATE
+rename = partial(renamed, names={r"^(model\.)?mtp\.": None})
 GGUF_ARCHITECTURE = "qwen3next"
-GGUF_TENSORS = (
-    qwen2_moe.GGUF_TENSORS
-    | qwen3.GGUF_TENSORS
-    | {there: f"linear_attn.{here}" for there, here in GGUF_MIXER.items()}
-    | {
-        "attn_gate": "linear_attn.in_proj_z",
-        "attn_qkv": "linear_attn.in_proj_qkv",
-        "post_attention_norm": "post_attention_layernorm",
-        "ssm_ba": "linear_attn.in_proj_ba",
-    }
-)
+GGUF_TENSORS = {  # also those of Qwen3.5
+    **qwen2_moe.GGUF_TENSORS,
+    **{there: f"linear_attn.{here}" for there, here in GGUF_MIXER.items()},
+    "attn_gate": "linear_attn.in_proj_z",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "post_attention_norm": "post_attention_layernorm",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
 GGUF_NORM_OFFSET = 1.0
 GGUF_PARTIAL_ROPE = True
 GGUF_FIELDS = {
@@ -50,14 +51,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in llama.py."""
     return read_layers(fields, num_kv_heads=2) | {
         "intermediate_size": fields.size("intermediate_size", 5632),
-        "experts": read_experts(
-            fields,
-            num_experts=fields.size("num_experts", 512),
-            num_chosen=fields.size("num_experts_per_tok", 10),
-            intermediate_size=fields.size("moe_intermediate_size", 512),
-            shared_size=fields.size("shared_expert_intermediate_size", 512),
-            normalize=fields.flag("norm_topk_prob", True),
-        ),
+        "experts": read_qwen_experts(fields, (512, 10, 512, 512), fields.flag("norm_topk_prob", True)),
     }
 
 
@@ -94,20 +88,13 @@ def complete_gguf(config: dict[str, Any]) -> dict[str, Any]:
     return {"linear_value_head_dim": config.get("mamba_d_ssm", 0) // config.get("linear_num_value_heads", 1)}
 
 
-def rename(name: str, config: ModelConfig) -> str | None:
-    """The name of a checkpoint's tensor in this model. None: it is not used."""
-    return None if re.match(r"(model\.)?mtp\.", name) else name
-
-
-def make_layer(config: ModelConfig, index: int) -> nn.Module:
-    return make_mixer_layer(config, index, PartlyInterleavedDeltaNet if config.from_gguf else InterleavedDeltaNet)
-
-
-def make_mixer_layer(config: ModelConfig, index: int, delta_net: type[GatedDeltaNet]) -> nn.Module:
+def make_layer(config: ModelConfig, index: int, delta_net: type[GatedDeltaNet] | None = None) -> nn.Module:
+    """Args: delta_net: None: that of Qwen3-Next."""
     mlp = make_mlp(config, index)
-    if config.sliding_windows[index] == STATE:
-        return MixerLayer(config, "linear_attn", delta_net(config, index), mlp)
-    return GatedLayer(config, GatedAttention(config, index), mlp)
+    if config.sliding_windows[index] != STATE:
+        return GatedLayer(config, GatedAttention(config, index), mlp)
+    delta_net = delta_net or (PartlyInterleavedDeltaNet if config.from_gguf else InterleavedDeltaNet)
+    return MixerLayer(config, "linear_attn", delta_net(config, index), mlp)
 
 
 class GatedLayer(DecoderLayer):

@@ -3,16 +3,14 @@
 from typing import Any
 
 from nanopage.checks.fields import Fields
-from nanopage.config.model import ModelConfig
 from nanopage.config.rope import UNROTATED
 from nanopage.files.model_files import shown
 from nanopage.models import llama
-from nanopage.models.decoder import DecoderLayer
 from nanopage.reading.rope import read_rope
 
 ARCHITECTURES = ("SmolLM3ForCausalLM",)
 GGUF_ARCHITECTURE = "smollm3"  # always every fourth layer, as the default here
-GGUF_TENSORS: dict[str, str] = {}
+make_layer = llama.make_layer
 GGUF_REORDERED = True
 
 
@@ -23,7 +21,7 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     kinds = fields.values.get("layer_types") or [
         "sliding_attention" if has_windows and index in unrotated else "full_attention" for index in range(num_layers)
     ]
-    windows = fields.windows(num_layers, default=None, kinds=kinds)
+    windows = fields.windows(default=None, kinds=kinds)
     if any(windows) and not has_windows:  # attention classes of transformers disagree
         raise fields.error("use_sliding_window", "must be true if layer_types has sliding_attention")
     num_kv_heads = num_heads if "num_key_value_heads" in fields.values else 4  # null or missing
@@ -47,7 +45,3 @@ def _unrotated(fields: Fields, num_layers: int) -> frozenset[int]:
     if not isinstance(flags, list) or len(flags) < num_layers or any(flag not in (0, 1) for flag in flags):
         raise fields.error("no_rope_layers", f"must be a list of 0 and 1 for each layer, got {shown(flags)}")
     return frozenset(index for index in range(num_layers) if not flags[index])
-
-
-def make_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    return llama.make_layer(config, index)

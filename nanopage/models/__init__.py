@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 
 GROUP = "nanopage.models"
-NEEDED = ("ARCHITECTURES", "GGUF_ARCHITECTURE", "GGUF_TENSORS", "read_config", "make_layer")
+NEEDED = ("ARCHITECTURES", "read_config", "make_layer")
 
 
 def find_family(architecture: str) -> ModuleType | None:

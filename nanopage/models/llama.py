@@ -11,7 +11,6 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
 GGUF_ARCHITECTURE = "llama"
-GGUF_TENSORS: dict[str, str] = {}  # in addition to those of every family
 GGUF_REORDERED = True  # rows of q and k
 
 
@@ -19,12 +18,11 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """Fields of ModelConfig that are particular to the family. Missing ones have transformers' defaults, except that
     Mistral needs num_key_value_heads."""
     mistral, num_heads = architecture == "MistralForCausalLM", fields.size("num_attention_heads")
-    num_layers = fields.size("num_hidden_layers")
     return {
         "num_kv_heads": fields.size("num_key_value_heads", None if mistral else num_heads),
         "attention_bias": fields.flag("attention_bias"),
         "mlp_bias": fields.flag("mlp_bias"),
-        "sliding_windows": fields.windows(num_layers, default=4096) if mistral else (None,) * num_layers,
+        "sliding_windows": fields.windows(default=4096) if mistral else None,
     }
 
 

@@ -39,6 +39,8 @@ LAYER_TENSORS = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
@@ -68,7 +70,7 @@ class GGUFCheckpoint:
         self.vocabulary, architecture = GGUFVocabulary(self.fields), self.fields.architecture
         from nanopage.models import load_families  # they import torch, which reading the tokenizer does not need
 
-        families = {family.GGUF_ARCHITECTURE: family for family in load_families() if family.GGUF_ARCHITECTURE}
+        families = {name: each for each in load_families() if (name := getattr(each, "GGUF_ARCHITECTURE", None))}
         self.has_experts = self.fields.field("{arch}.expert_count", int, "an integer", 0) > 0
         has_windows = self.fields.field("{arch}.attention.sliding_window", int, "an integer", 0) > 0
         features = (("experts", self.has_experts), ("windows", has_windows))
@@ -304,7 +306,7 @@ class GGUFCheckpoint:
     def _name(self, name: str) -> str:
         match = re.fullmatch(r"blk\.(0|[1-9][0-9]*)\.([\w.]+)", name)
         place, part = (f"model.layers.{match[1]}.", match[2]) if match else ("", name)
-        names = (LAYER_TENSORS if match else TENSORS) | self.family.GGUF_TENSORS
+        names = (LAYER_TENSORS if match else TENSORS) | self._option("GGUF_TENSORS", {})
         stem, _, kind = part.rpartition(".")
         if part in names:  # neither a weight nor a bias in transformers
             return place + names[part]

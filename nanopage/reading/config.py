@@ -135,13 +135,15 @@ def _read_family(fields: Fields, architecture: str, family: ModuleType) -> dict[
         if name not in special:
             special[name] = fields.size(there)
     num_heads = special["num_heads"]
+    if "num_kv_heads" not in special:
+        special["num_kv_heads"] = fields.size("num_key_value_heads", num_heads)
     if "head_dim" not in special:
         special["head_dim"] = fields.size("head_dim", fields.size("hidden_size") // num_heads)
     if "activation" not in special:
         special["activation"] = fields.activation("hidden_act")
     if "rope" not in special:
         special["rope"] = read_rope(fields)
-    windows = special.setdefault("sliding_windows", (None,) * fields.size("num_hidden_layers"))
+    windows = special["sliding_windows"] = special.get("sliding_windows") or (None,) * fields.size("num_hidden_layers")
     if special.get("other_rope") is not None:
         with_window = frozenset(index for index, window in enumerate(windows) if window is not None)
         special.setdefault("other_rope_layers", with_window)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from nanopage.config.model import ModelConfig
 from nanopage.layers.attention import StepContext
+from nanopage.layers.linear import Linear
 from nanopage.models.decoder import make_norm
 from nanopage.recurrent.sequences import Prompts, Sequences, divide
 
@@ -168,6 +169,25 @@ def causal_conv(x: Tensor, before: Tensor, weight: Tensor, prompts: Prompts | No
     numbers, window = torch.arange(before.shape[0], device=device), torch.arange(past, device=device)
     after = inputs[rows(numbers[:, None], prompts.kept[:, None] - past + window)]
     return out, after.transpose(1, 2).to(before.dtype)
+
+
+class ShortConv(nn.Module):
+    """out_proj(c * conv(b * x)), where b, c and x are products of the input. The convolution sees the last tokens."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        (self.channels, past), *_ = config.state
+        self.index, self.shapes = index, config.state
+        self.in_proj = Linear(self.channels, 3 * self.channels, config.mlp_bias)
+        self.conv = nn.Conv1d(self.channels, self.channels, past + 1, groups=self.channels, bias=config.mlp_bias)
+        self.out_proj = Linear(self.channels, self.channels, config.mlp_bias)
+
+    def forward(self, x: Tensor, states: States) -> Tensor:
+        """x [T, hidden_size] -> same"""
+        b, c, x = self.in_proj(x).chunk(3, dim=-1)
+        mixed, after = causal_conv(b * x, states.read(0), self.conv.weight[:, 0], states.sequences.prompts)
+        states.write(0, after)
+        return self.out_proj(c * (mixed if self.conv.bias is None else mixed + self.conv.bias))
 
 
 def fit_block_size(

@@ -25,7 +25,6 @@ from nanopage.models.decoder import DecoderLayer
 
 ARCHITECTURES = ("SeedOssForCausalLM",)
 GGUF_ARCHITECTURE = "seed_oss"  # GGUF files are not part of the exercise
-GGUF_TENSORS: dict[str, str] = {}
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from nanopage.models.decoder import DecoderLayer, SelfAttention
 
 ARCHITECTURES = ("SeedOssForCausalLM",)
 GGUF_ARCHITECTURE = "seed_oss"
-GGUF_TENSORS: dict[str, str] = {}
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
