@@ -16,20 +16,17 @@ from torch import Tensor, nn
 
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
-from nanopage.config.rope import UNROTATED
-from nanopage.families.whisper import CrossAttention, CrossLayer, SelfLayer, run_layers
+from nanopage.families.whisper import CrossAttention, CrossLayer, SelfLayer, run_layers, with_encoder
 from nanopage.layers.attention import StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
-from nanopage.layers.mlp import ACTIVATIONS, MLP
+from nanopage.layers.mlp import MLP
 from nanopage.models.decoder import Decoder, SelfAttention, make_norm
 from nanopage.state.layer_kinds import STATE
 from nanopage.state.pages import views
 
 T5 = "T5ForConditionalGeneration"
 ARCHITECTURES = (T5, "MT5ForConditionalGeneration")
-GGUF_ARCHITECTURE = None  # GGUF files are not read
-GGUF_TENSORS: dict[str, str] = {}
 LIMIT = "n_positions"  # the field that limits what the encoder reads
 NAMES = {  # in checkpoints: here
     "shared.weight": "model.embed_tokens.weight",
@@ -62,38 +59,26 @@ def text_fields(fields: Fields) -> Fields:
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     """As in whisper.py. `mixer` also has what the biases of distances are: `buckets` and `longest`."""
-    num_heads, head_dim = fields.size("num_attention_heads"), fields.size("head_dim")
     buckets = fields.size("relative_attention_num_buckets", 32)
     longest = fields.size("relative_attention_max_distance", 128)
     if buckets < 4:
         raise fields.error("relative_attention_num_buckets", f"must be at least 4, got {buckets}")
     if longest <= buckets // 2:
         raise fields.error("relative_attention_max_distance", f"must be more than half of {buckets}, got {longest}")
-    kind = fields.values.get("feed_forward_proj", "relu")
+    kind, num_layers = fields.values.get("feed_forward_proj", "relu"), fields.size("num_layers", 6)
     kinds = {"relu": "relu", "gated-gelu": "gelu_pytorch_tanh", "gated-silu": "silu", "gated-relu": "relu"}
     if kind not in kinds:
         raise fields.unsupported("feed_forward_proj", f"{kind!r:.100}", kinds)
     # T5 v1.1 has a head of its own. transformers 5 writes so under another name.
     tied = fields.flag("tie_word_embeddings", True) and fields.flag("scale_decoder_outputs", True)
-    positions = fields.size("max_position_embeddings")
-    return {
-        "num_kv_heads": num_heads,
+    size = fields.size("num_attention_heads") * fields.size("head_dim")
+    return with_encoder(fields, fields.size("max_position_embeddings"), size) | {
         "rms_norm_eps": fields.number("layer_norm_epsilon", 1e-6),
-        "rope": UNROTATED,
-        "sliding_windows": (None, STATE) * (fields.size("num_hidden_layers") // 2),
-        "state": ((2, positions, num_heads * head_dim),),
-        "encoded_positions": positions,
         "activation": kinds[kind],
         "attention_scale": 1.0,
         "logit_divisor": fields.size("hidden_size") ** 0.5 if tied and architecture == T5 else 1.0,
         "tie_word_embeddings": tied,
-        "mixer": {
-            "num_layers": fields.size("num_layers", 6),
-            "gated": kind.startswith("gated-"),
-            "buckets": buckets,
-            "longest": longest,
-        },
-        "undivided": "its encoder is not divided",
+        "mixer": {"num_layers": num_layers, "gated": kind != "relu", "buckets": buckets, "longest": longest},
     }
 
 
@@ -135,7 +120,7 @@ class BiasedLayer(SelfLayer):
 
     def __init__(self, config: ModelConfig, index: int, distances: Embedding):
         nn.Module.__init__(self)
-        self.input_layernorm = make_norm(config)
+        self.input_layernorm, self.norm_first = make_norm(config), True
         self.self_attn: Any = BiasedAttention(config, index, distances)
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
@@ -153,9 +138,9 @@ class FeedingLayer(CrossLayer):
         self.input_layernorm: Any = make_norm(config)
         self.final_layer_norm: Any = make_norm(config)
         self.self_attn, self.mlp = CrossAttention(config, index, bias=False), make_mlp(config)
+        self.norm_first = True
 
-    def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.self_attn.o_proj(attended.flatten(1))
+    def feed(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.final_layer_norm(x))
 
 
@@ -224,22 +209,20 @@ class EncoderLayer(nn.Module):
         return x + self.mlp(self.final_layer_norm(x))
 
 
-class FeedForward(nn.Module):
+class FeedForward(MLP):
     """down(act(up(x))). Shape: [T, hidden_size] -> same."""
 
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-        self.activation = ACTIVATIONS[config.activation]
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str):
+        super().__init__(hidden_size, intermediate_size, activation=activation)
+        self.gate_up_proj = Linear(hidden_size, {"up_proj": intermediate_size})
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(self.activation(self.gate_up_proj(x)))
 
 
-def make_mlp(config: ModelConfig) -> nn.Module:
-    sizes = config.hidden_size, config.intermediate_size
-    return MLP(*sizes, activation=config.activation) if config.mixer["gated"] else FeedForward(config)
+def make_mlp(config: ModelConfig) -> MLP:
+    kind = MLP if config.mixer["gated"] else FeedForward
+    return kind(config.hidden_size, config.intermediate_size, activation=config.activation)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:

@@ -29,8 +29,6 @@ from nanopage.state.layer_kinds import STATE
 from nanopage.state.pages import views
 
 ARCHITECTURES = ("WhisperForConditionalGeneration",)
-GGUF_ARCHITECTURE = None  # GGUF files are not read
-GGUF_TENSORS: dict[str, str] = {}
 POSITIONS = 1500  # of the encoder: one for 20 ms of the 30 s that it always reads
 NORM = "input_layernorm"
 NAMES = {  # in checkpoints: here
@@ -45,53 +43,63 @@ NAMES = {  # in checkpoints: here
 
 
 def text_fields(fields: Fields) -> Fields:
-    """The sizes of the decoder, under the usual names, with transformers' defaults."""
+    """The sizes of the decoder, under the usual names, and of the encoder, with transformers' defaults."""
     return with_sizes(fields, 384, 1536, 4, 6, fields.size("max_target_positions", 448))
 
 
 def with_sizes(fields: Fields, size: int, inner: int, num_layers: int, num_heads: int, positions: int) -> Fields:
-    """The sizes of a decoder with cross-attention, under the usual names. Args: positions: their number; the others
-    are defaults."""
+    """The sizes of a decoder with cross-attention, under the usual names, and of its encoder. Args: positions: of the
+    decoder; the others are defaults."""
     sizes = {
         "hidden_size": fields.size("d_model", size),
         "intermediate_size": fields.size("decoder_ffn_dim", inner),
         "num_hidden_layers": 2 * fields.size("decoder_layers", num_layers),
         "num_attention_heads": fields.size("decoder_attention_heads", num_heads),
         "max_position_embeddings": positions,
+        "encoder_ffn_dim": fields.size("encoder_ffn_dim", inner),
+        "encoder_layers": fields.size("encoder_layers", num_layers),
+        "encoder_attention_heads": fields.size("encoder_attention_heads", num_heads),
     }
     return replace(fields, values=fields.values | sizes)
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
-    """As in llama.py. `mixer` has the sizes of the encoder. `scale_embedding` has no effect in transformers, either."""
-    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    encoder = {
-        "num_layers": fields.size("encoder_layers", 4),
-        "num_heads": fields.size("encoder_attention_heads", 6),
-        "intermediate_size": fields.size("encoder_ffn_dim", 1536),
-        "num_mel_bins": fields.size("num_mel_bins", 80),
-        "median_filter_width": fields.size("median_filter_width", 7),  # of audio/words.py
-    }
-    if not encoder["median_filter_width"] % 2:
-        raise fields.error("median_filter_width", f"must be odd, got {encoder['median_filter_width']}")
-    for name, heads in (("decoder", num_heads), ("encoder", encoder["num_heads"])):
+    """As in llama.py. `scale_embedding` has no effect in transformers, either."""
+    num_bins, width = fields.size("num_mel_bins", 80), fields.size("median_filter_width", 7)  # of audio/words.py
+    if not width % 2:
+        raise fields.error("median_filter_width", f"must be odd, got {width}")
+    if num_bins not in (80, 128):
+        raise fields.unsupported("num_mel_bins", str(num_bins), (80, 128))
+    if (positions := fields.size("max_source_positions", POSITIONS)) != POSITIONS:
+        raise fields.unsupported("max_source_positions", str(positions), [POSITIONS])
+    return read_sizes(fields, POSITIONS, num_mel_bins=num_bins, median_filter_width=width)
+
+
+def read_sizes(fields: Fields, positions: int, **others: Any) -> dict[str, Any]:
+    """The fields of ModelConfig for sizes that `with_sizes` has read. `mixer` has those of the encoder.
+
+    Args: positions: of the encoder. others: what `mixer` has, too.
+    """
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("encoder_attention_heads")
+    for name, heads in (("decoder", fields.size("num_attention_heads")), ("encoder", num_heads)):
         if hidden_size % heads:
             raise fields.error("d_model", f"{hidden_size} is not a multiple of {name}_attention_heads={heads}")
-    if encoder["num_mel_bins"] not in (80, 128):
-        raise fields.unsupported("num_mel_bins", str(encoder["num_mel_bins"]), (80, 128))
-    if fields.size("max_source_positions", POSITIONS) != POSITIONS:
-        raise fields.unsupported("max_source_positions", str(fields.values["max_source_positions"]), [POSITIONS])
-    return {
-        "num_kv_heads": num_heads,
-        "head_dim": hidden_size // num_heads,
+    inner, num_layers = fields.size("encoder_ffn_dim"), fields.size("encoder_layers")
+    return with_encoder(fields, positions, hidden_size) | {
         "rms_norm_eps": 1e-5,
-        "rope": UNROTATED,
-        "sliding_windows": (None, STATE) * (fields.size("num_hidden_layers") // 2),
-        "state": ((2, POSITIONS, hidden_size),),
-        "encoded_positions": POSITIONS,
         "activation": fields.activation("activation_function", "gelu"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
-        "mixer": encoder,
+        "mixer": {"num_layers": num_layers, "num_heads": num_heads, "intermediate_size": inner} | others,
+    }
+
+
+def with_encoder(fields: Fields, positions: int, size: int) -> dict[str, Any]:
+    """What all models with cross-attention share. Args: positions: of the encoder. size: of K and V of a position."""
+    return {
+        "rope": UNROTATED,
+        "sliding_windows": (None, STATE) * (fields.size("num_hidden_layers") // 2),
+        "state": ((2, positions, size),),
+        "encoded_positions": positions,
         "undivided": "its encoder is not divided",
     }
 
@@ -154,15 +162,19 @@ def make_layer_norm(config: ModelConfig) -> nn.LayerNorm:
 
 
 class SelfLayer(DecoderLayer):
-    """x + attention(norm(x))"""
+    """x + attention(norm(x)), or norm(x + attention(x)) if norms come last."""
 
     def __init__(self, config: ModelConfig, index: int):
         nn.Module.__init__(self)
         self.input_layernorm = make_layer_norm(config)  # type: ignore[assignment]
-        self.self_attn = WhisperAttention(config, index)
+        self.self_attn, self.norm_first = WhisperAttention(config, index), config.mixer.get("norm_first", True)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return self.self_attn.heads(self.input_layernorm(x) if self.norm_first else x)
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
-        return x + self.self_attn.o_proj(attended.flatten(1))
+        x = x + self.self_attn.o_proj(attended.flatten(1))
+        return x if self.norm_first else self.input_layernorm(x)
 
 
 class WhisperAttention(SelfAttention):
@@ -177,15 +189,28 @@ class WhisperAttention(SelfAttention):
         return q + self.q_bias.view(-1, self.head_dim), k, v + self.v_bias.view(-1, self.head_dim)
 
 
-class CrossLayer(nn.Module):
-    """x = x + attention(norm(x), encoded); x + mlp(norm(x))"""
+class FeedForward(nn.Module):
+    """The feed-forward part of a layer: x + mlp(norm(x)), or norm(x + mlp(x)) if norms come last."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.fc1 = Linear(config.hidden_size, config.intermediate_size, bias=True)
+        self.fc2 = Linear(config.intermediate_size, config.hidden_size, bias=True)
+        self.final_layer_norm, self.activation = make_layer_norm(config), ACTIVATIONS[config.activation]
+        self.norm_first = config.mixer.get("norm_first", True)
+
+    def feed(self, x: Tensor) -> Tensor:
+        x = x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x) if self.norm_first else x)))
+        return x if self.norm_first else self.final_layer_norm(x)
+
+
+class CrossLayer(FeedForward):
+    """Attention to what the encoder has computed, and a feed-forward part."""
 
     def __init__(self, config: ModelConfig, index: int):
-        super().__init__()
+        super().__init__(config)
         self.input_layernorm = make_layer_norm(config)
         self.self_attn = CrossAttention(config, index)  # named as the attention of other layers, for compiled steps
-        self.fc1, self.fc2, self.final_layer_norm = feed_forward(config, config.intermediate_size)
-        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         """As `DecoderLayer.forward`."""
@@ -194,12 +219,13 @@ class CrossLayer(nn.Module):
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """The part before attention: the queries [T, num_heads, head_dim], not rotated."""
-        return self.self_attn.q_proj(self.input_layernorm(x)).unflatten(-1, (-1, self.self_attn.head_dim))
+        x = self.input_layernorm(x) if self.norm_first else x
+        return self.self_attn.q_proj(x).unflatten(-1, (-1, self.self_attn.head_dim))
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
         """As `DecoderLayer.after`."""
         x = x + self.self_attn.o_proj(attended.flatten(1))
-        return x + self.fc2(self.activation(self.fc1(self.final_layer_norm(x))))
+        return self.feed(x if self.norm_first else self.input_layernorm(x))
 
 
 class CrossAttention(nn.Module):
@@ -269,46 +295,24 @@ def run_layers(layers: nn.ModuleList, x: Tensor, *more: Tensor) -> Tensor:
     return x.unflatten(0, (count, -1))
 
 
-class EncoderLayer(nn.Module):
-    """Attention and a feed-forward layer, each after a norm. Shape: [positions of N inputs, hidden_size] -> same.
+class EncoderLayer(FeedForward):
+    """Attention in which every position sees all others of its input, and a feed-forward part. Shape: [positions of N
+    inputs, hidden_size] -> same.
 
-    Args of `forward`: count: N.
+    Args: config: of the decoder. Args of `forward`: count: N.
     """
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        size, self.num_heads = config.hidden_size, config.mixer["num_heads"]
-        self.self_attn_layer_norm = make_layer_norm(config)
-        self.self_attn = nn.Module()
-        self.self_attn.qkv_proj = Linear(size, {"q_proj": size, "k_proj": size, "v_proj": size})
-        self.self_attn.q_bias = nn.Parameter(torch.empty(size))
-        self.self_attn.v_bias = nn.Parameter(torch.empty(size))
-        self.self_attn.o_proj = Linear(size, size, bias=True)
-        self.fc1, self.fc2, self.final_layer_norm = feed_forward(config, config.mixer["intermediate_size"])
-        self.activation = ACTIVATIONS[config.activation]
+        inner, num_heads = config.mixer["intermediate_size"], config.mixer["num_heads"]
+        heads: Any = {"num_heads": num_heads, "num_kv_heads": num_heads, "head_dim": config.hidden_size // num_heads}
+        config = replace(config, intermediate_size=inner, **heads)
+        super().__init__(config)
+        self.self_attn_layer_norm, self.self_attn = make_layer_norm(config), WhisperAttention(config, 0)
 
     def forward(self, x: Tensor, count: int) -> Tensor:
-        x = x + self.attend(self.self_attn_layer_norm(x), count)
-        return clamped(x + self.feed(self.final_layer_norm(x)))
-
-    def attend(self, x: Tensor, count: int) -> Tensor:
-        """Attention in which every position sees all others of its input."""
-        attention: Any = self.self_attn
-        q, k, v = attention.qkv_proj(x).chunk(3, dim=-1)
-        parts, shape = (q + attention.q_bias, k, v + attention.v_bias), (count, len(x) // count, self.num_heads, -1)
-        attended = F.scaled_dot_product_attention(*(part.reshape(shape).transpose(1, 2) for part in parts))
-        return attention.o_proj(attended.transpose(1, 2).reshape(x.shape))
-
-    def feed(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(x)))
-
-
-def clamped(x: Tensor) -> Tensor:
-    """x without infinity in float16, as transformers computes it."""
-    most = torch.finfo(x.dtype).max - 1000
-    return x.clamp(-most, most) if x.dtype == torch.float16 else x
-
-
-def feed_forward(config: ModelConfig, size: int) -> tuple[Linear, Linear, nn.LayerNorm]:
-    up, down = Linear(config.hidden_size, size, bias=True), Linear(size, config.hidden_size, bias=True)
-    return up, down, make_layer_norm(config)
+        heads = self.self_attn.heads(self.self_attn_layer_norm(x) if self.norm_first else x)
+        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in self.self_attn.rotated(heads, x, x))
+        x = x + self.self_attn.o_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape))
+        x = self.feed(x if self.norm_first else self.self_attn_layer_norm(x))
+        most = torch.finfo(x.dtype).max - 1000
+        return x.clamp(-most, most) if x.dtype == torch.float16 else x  # as transformers does
