@@ -3,7 +3,7 @@ the size of the tower, whose hidden states are averaged over squares of patches.
 (see vision/whole.py)."""
 
 import math
-import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from nanopage.config.model import ModelConfig
 from nanopage.families import gemma3
 from nanopage.families.gemma3 import make_layer
 from nanopage.layers.norm import RMSNorm
+from nanopage.reading.names import renamed
 from nanopage.vision.config import read_siglip, read_token
 from nanopage.vision.gemma3 import Gemma3Config, read_images
 from nanopage.vision.siglip import SiglipTower
@@ -22,9 +23,15 @@ from nanopage.vision.siglip import SiglipTower
 __all__ = ["make_layer", "read_images"]
 
 ARCHITECTURES = ("Gemma3ForConditionalGeneration",)
-GGUF_ARCHITECTURE = ""
-GGUF_TENSORS: dict[str, str] = {}
 ENCODER = "model.encoders.image."
+NAMES = {  # in checkpoints of transformers 4 and 5: here
+    r"^language_model\.(?=lm_head\.)": "",
+    r"^(model\.)?language_model\.(model\.)?": "model.",
+    r"^(model\.)?vision_tower\.(vision_model\.)?": f"{ENCODER}vision_tower.",
+    r"^(model\.)?multi_modal_projector\.": f"{ENCODER}multi_modal_projector.",
+    r"\.vision_tower\.head\.": None,  # SigLIP's own, for whole images
+}
+rename = partial(renamed, names=NAMES)
 DEFAULTS = {  # of text_config, which is often left short
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -38,9 +45,8 @@ DEFAULTS = {  # of text_config, which is often left short
 
 def text_fields(fields: Fields) -> Fields:
     """As in idefics3.py."""
-    text = fields.object("text_config").values
     tied = {"tie_word_embeddings": fields.values.get("tie_word_embeddings", True)}
-    return Fields(DEFAULTS | fields.values | text | tied, fields.source)
+    return Fields(DEFAULTS | fields.values | fields.object("text_config").values | tied, fields.source)
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -60,43 +66,25 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     return special | {"encoders": {"image": Gemma3Config(tower, tokens, token)}}
 
 
-def rename(name: str, config: ModelConfig) -> str | None:
-    """The name here of a tensor of a checkpoint, as transformers 4 or 5 wrote it."""
-    name = re.sub(r"^language_model\.(?=lm_head\.)", "", name)
-    name = re.sub(r"^(model\.)?language_model\.(model\.)?", "model.", name)
-    name = re.sub(r"^(model\.)?vision_tower\.(vision_model\.)?", f"{ENCODER}vision_tower.", name)
-    name = re.sub(r"^(model\.)?multi_modal_projector\.", f"{ENCODER}multi_modal_projector.", name)
-    return None if name.startswith(f"{ENCODER}vision_tower.head.") else name  # SigLIP's own, for whole images
-
-
 def make_encoders(config: ModelConfig) -> dict[str, nn.Module]:
     """What computes the rows of images."""
     return {"image": Gemma3Encoder(config.encoders["image"], config.hidden_size)}
 
 
 class Gemma3Encoder(nn.Module):
-    """Makes the rows of images."""
+    """Makes the rows of images. The matrix of the projector is [size of the tower, size of the text model]."""
 
     def __init__(self, config: Gemma3Config, hidden_size: int):
         super().__init__()
-        self.config, self.vision_tower = config, SiglipTower(config.tower)
-        self.multi_modal_projector = Projector(config.tower.hidden_size, hidden_size, config.tower.layer_norm_eps)
+        self.config, self.vision_tower, tower = config, SiglipTower(config.tower), config.tower
+        self.multi_modal_projector: Any = nn.Module()
+        self.multi_modal_projector.mm_soft_emb_norm = RMSNorm(tower.hidden_size, tower.layer_norm_eps, 1.0)
+        matrix = nn.Parameter(torch.empty(tower.hidden_size, hidden_size))
+        self.multi_modal_projector.mm_input_projection_weight = matrix
 
     def forward(self, payload: dict[str, Tensor]) -> Tensor:
         """payload: as of SiglipTower. Returns: [N, tokens, hidden_size]"""
-        side = self.config.tower.side
+        side, projector = self.config.tower.side, self.multi_modal_projector
         x = self.vision_tower(payload, torch.arange(side**2, device=payload["pixels"].device))
         pooled = F.avg_pool2d(x.mT.unflatten(2, (side, side)), side // math.isqrt(self.config.tokens))
-        return self.multi_modal_projector(pooled.flatten(2).mT)
-
-
-class Projector(nn.Module):
-    """A norm and a projection from the tower's size to the text model's. Shapes: [..., in] -> [..., out]"""
-
-    def __init__(self, in_features: int, out_features: int, eps: float):
-        super().__init__()
-        self.mm_soft_emb_norm = RMSNorm(in_features, eps, 1.0)
-        self.mm_input_projection_weight = nn.Parameter(torch.empty(in_features, out_features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mm_soft_emb_norm(x) @ self.mm_input_projection_weight
+        return projector.mm_soft_emb_norm(pooled.flatten(2).mT) @ projector.mm_input_projection_weight

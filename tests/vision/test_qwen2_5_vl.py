@@ -13,11 +13,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from nanopage import LLM, SamplingParams
 from nanopage.config.options import EngineConfig
-from nanopage.families.qwen2_5_vl import QwenTower
 from nanopage.reading.config import config_from_dict
 from nanopage.text.prompts import TokenizedPrompt
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.vision.images import to_rgb
+from nanopage.vision.qwen2_tower import QwenTower
 from nanopage.vision.setup import make_image_reader
 
 pytestmark = pytest.mark.usefixtures("one_thread")
