@@ -49,7 +49,7 @@ def read_config(options: EngineConfig, checkpoint: Checkpoint) -> ModelConfig:
         raise ValueError(f"{problem}; {elsewhere(checkpoint, 'the model runs without the option')}")
     longest = min(positions, LONGEST) if isinstance(positions, int) and positions > 0 else LONGEST
     try:
-        _, _, shape = probe(config, longest)
+        shape = probe(config, longest)
     except Exception as error:  # of any kind, because the module is not ours
         why = str(error) if type(error) is ValueError else f"a trial run raised {type(error).__name__}: {error}"
         why = "its attention does not use transformers' AttentionInterface" if TRIAL in why else why

@@ -6,10 +6,11 @@ row of tokens, and `position_ids` are their positions in their sequences. No mas
 masks are built. The masks of a trial run show what layers see.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,14 +56,6 @@ def hidden_states(base: nn.Module, attend: Callable[..., Tensor], **inputs: Tens
         _attend.reset(token)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """What a StepContext needs of a layer's attention."""
-
-    index: int
-    scoring: Scoring
-
-
 @dataclass
 class Hidden(MoeModelOutputWithPast):
     """The output of a base model, with every field that a language model may read."""
@@ -84,15 +77,14 @@ class Given(nn.Module):
 class TransformersDecoder(Decoder):
     """Does the work of `Decoder` with the modules of a causal language model of transformers.
 
-    Args: scorings: the scoring of each layer.
+    Args: windows: of each layer, as in ModelConfig.
     """
 
-    def __init__(self, model: PreTrainedModel, scorings: list[Scoring]):
+    def __init__(self, model: PreTrainedModel, windows: Sequence[int | None]):
         nn.Module.__init__(self)  # not Decoder.__init__: the modules come from `model`
-        self.base, self.head = model.base_model, model
+        self.base, self.head, self.windows = model.base_model, model, windows
         self.lm_head = self.norm = model.get_output_embeddings()  # CUDAGraphs reads their size and dtype
         setattr(model, model.base_model_prefix, Given())
-        self.paged = [Layer(index, scoring) for index, scoring in enumerate(scorings)]
 
     def forward(self, input_ids: Tensor, step: StepContext) -> Tensor:
         """As `Decoder.forward`, but the hidden states have passed the last norm."""
@@ -100,9 +92,12 @@ class TransformersDecoder(Decoder):
         hidden = hidden_states(self.base, partial(self.attend, step), **inputs)
         return hidden if step.rows is None else hidden[step.rows]
 
-    def attend(self, step: StepContext, module: Any, heads: tuple[Tensor, ...], *others: Any) -> Tensor:
+    def attend(
+        self, step: StepContext, module: Any, heads: tuple[Tensor, ...], mask: Any, scaling: Any, others: dict[str, Any]
+    ) -> Tensor:
         q, k, v = (part[0].transpose(0, 1).contiguous() for part in heads)
-        layer = self.paged[module.layer_idx]
+        index, softcap = module.layer_idx, others.get("softcap") or 0.0
+        layer = SimpleNamespace(index=index, scoring=Scoring(self.windows[index], scaling, softcap))
         step.write(layer, k, v)
         return step.attend(layer, q)[None]
 

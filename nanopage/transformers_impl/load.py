@@ -22,7 +22,6 @@ from nanopage.layers.attention import StepContext
 from nanopage.state.kv_cache import KVCache
 from nanopage.transformers_impl.config import elsewhere, read_module
 from nanopage.transformers_impl.decoder import NAME, TransformersDecoder
-from nanopage.transformers_impl.probe import probe
 from nanopage.weights.allocation import all_finite
 from nanopage.weights.loader import FLOATS
 from nanopage.worker.setup import Setup
@@ -50,9 +49,10 @@ def load_decoder(setup: Setup, on_progress: Callable[[int, int], None] | None) -
     module = read_module(path)
     assert module is not None  # read_config has read it
     config = module[0]
-    num_parameters, scorings, _ = probe(config, model_config.max_position_embeddings)
-    check_weights_fit(num_parameters * dtype.itemsize, setup.device, dtype)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.device("meta"):
+        num_parameters = sum(each.numel() for each in model_class(config).parameters())
+    check_weights_fit(num_parameters * dtype.itemsize, setup.device, dtype)
     options = {"dtype": dtype, "attn_implementation": NAME, "ignore_mismatched_sizes": True}
     if not setup.on_gpu or dtype == torch.float64:
         options["experts_implementation"] = "eager"
@@ -69,7 +69,7 @@ def load_decoder(setup: Setup, on_progress: Callable[[int, int], None] | None) -
     if problems:
         text = "\n  ".join(sorted(problems)[:50])
         raise ValueError(f"the weights of {path} do not fit its configuration:\n  {text}")
-    return _checked(setup, model, scorings)
+    return _checked(setup, model)
 
 
 def _read(setup: Setup, ignored: list[str], on_progress: Callable[[int, int], None] | None) -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def _read(setup: Setup, ignored: list[str], on_progress: Callable[[int, int], No
 
 
 @torch.inference_mode()
-def _checked(setup: Setup, model: Any, scorings: list) -> tuple[Setup, TransformersDecoder]:
+def _checked(setup: Setup, model: Any) -> tuple[Setup, TransformersDecoder]:
     """Make a decoder of a model. Raises: ValueError if its logits differ from those that transformers computes."""
     name, device, size = type(model).__name__, setup.device, setup.config.block_size
     positions = torch.arange(CHUNKS[-1][1], device=device)
@@ -106,7 +106,7 @@ def _checked(setup: Setup, model: Any, scorings: list) -> tuple[Setup, Transform
     model.set_attn_implementation(NAME)
     if _difference(same, expected) > 5e-3 or torch.equal(other, expected):
         raise ValueError(f"{setup.path}: {name} counts positions in a way of its own; {elsewhere(setup.path)}")
-    decoder, got, num_blocks = TransformersDecoder(model, scorings), [], -(-len(ids) // size)
+    decoder, got, num_blocks = TransformersDecoder(model, setup.part.sliding_windows), [], -(-len(ids) // size)
     cache = KVCache(setup.part, num_blocks, size, setup.dtype, device)
     cache.clear([*range(num_blocks)])
     table = torch.arange(num_blocks, device=device, dtype=torch.int32 if setup.on_gpu else torch.int64)[None]

@@ -12,24 +12,22 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from nanopage.kernels.reference import Scoring
 from nanopage.transformers_impl.decoder import TRIAL, TransformersDecoder, hidden_states
 
 NUM_TOKENS = 7
-# Arguments of attention that change nothing, because the mask shows the window, and nothing is dropped out.
+# Arguments of attention that change nothing, because the mask shows the window, and nothing is dropped out; and one
+# that our operators have.
 HARMLESS = (
     *("dropout", "sliding_window", "position_ids", "position_embeddings", "cache_position"),
-    *("use_cache", "output_attentions"),
+    *("use_cache", "output_attentions", "softcap"),
 )
 
 
 @torch.inference_mode()
-def probe(config: PreTrainedConfig, longest: int) -> tuple[int, list[Scoring], dict[str, Any]]:
-    """Run the causal language model of `config`.
+def probe(config: PreTrainedConfig, longest: int) -> dict[str, Any]:
+    """Run the causal language model of `config`. Args: longest: the most tokens of a sequence.
 
-    Args: longest: the most tokens of a sequence.
-
-    Returns: the number of parameters, the scoring of each layer, and fields of ModelConfig.
+    Returns: fields of ModelConfig.
 
     Raises: ValueError with the reason why nanopage cannot run the module; anything that the module raises.
     """
@@ -39,11 +37,11 @@ def probe(config: PreTrainedConfig, longest: int) -> tuple[int, list[Scoring], d
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options).eval()
         ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
     check_modules(model)
-    calls: list[tuple[Any, Scoring, tuple[int, int, int]]] = []
+    calls: list[tuple[Any, int | None, tuple[int, int, int]]] = []  # (layer, window, sizes of heads)
     window_of = cache(lambda mask_function: find_window(mask_function, longest))
 
     def record(module: Any, heads: tuple[Tensor, ...], mask: Any, scaling: Any, others: dict[str, Any]) -> Tensor:
-        (q, k, v), softcap = heads, others.pop("softcap", None) or 0.0
+        q, k, v = heads
         if unknown := [name for name, value in others.items() if value is not None and name not in HARMLESS]:
             raise ValueError(f"its attention takes {', '.join(unknown)}, which ours does not")
         if k.shape != v.shape or any((len(x), *x.shape[2:]) != (1, NUM_TOKENS, q.shape[3]) for x in heads):
@@ -51,23 +49,22 @@ def probe(config: PreTrainedConfig, longest: int) -> tuple[int, list[Scoring], d
             raise ValueError(f"its q, k and v are not one head_dim wide, or not those of each token: {shapes}")
         if not hasattr(mask, "mask_function"):
             raise ValueError("its attention has a mask or a bias of its own")
-        scoring = Scoring(window_of(mask.mask_function), scaling, softcap)
-        calls.append((getattr(module, "layer_idx", None), scoring, (q.shape[1], k.shape[1], q.shape[3])))
+        sizes = q.shape[1], k.shape[1], q.shape[3]
+        calls.append((getattr(module, "layer_idx", None), window_of(mask.mask_function), sizes))
         return q.transpose(1, 2)
 
     # With a mask of tokens, transformers does not search the positions for several sequences.
     inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": ids + 1}
     hidden = hidden_states(model.base_model, record, **inputs)
-    scorings, sizes = [call[1] for call in calls], {call[2] for call in calls}
-    if not calls or [call[0] for call in calls] != [*range(config.num_hidden_layers)]:
+    layers, windows, sizes = zip(*calls, strict=True) if calls else ((), (), ())
+    if not calls or layers != (*range(config.num_hidden_layers),):
         raise ValueError("its layers do not use transformers' AttentionInterface, or not once each in order")
-    if len(sizes) > 1:
-        raise ValueError(f"its layers differ in num_heads, num_kv_heads and head_dim: {sorted(sizes)}")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    shape: dict[str, Any] = dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes.pop(), strict=True))
-    shape |= {"num_layers": len(calls), "sliding_windows": tuple(scoring.window for scoring in scorings)}
-    logits = TransformersDecoder(model, scorings).logits(hidden)
-    return num_parameters, scorings, shape | {"hidden_size": hidden.shape[1], "vocab_size": logits.shape[1]}
+    if len({*sizes}) > 1:
+        raise ValueError(f"its layers differ in num_heads, num_kv_heads and head_dim: {sorted({*sizes})}")
+    shape: dict[str, Any] = dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes[0], strict=True))
+    vocab_size = TransformersDecoder(model, windows).logits(hidden).shape[1]
+    own = {"num_layers": len(calls), "hidden_size": hidden.shape[1], "vocab_size": vocab_size}
+    return shape | own | {"sliding_windows": windows}
 
 
 def check_modules(model: Any) -> None:
