@@ -4,6 +4,7 @@ chunked prefill, preemption and prefix hits; and those that are refused, with th
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,6 +112,11 @@ def test_tokens_are_those_of_transformers(tmp_path, kind):
         assert run(tmp_path, speculative_config=drafts, block_size=3)[0] == expected
 
 
+def test_the_document_counts_what_is_tested():
+    text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    assert f"models of {len(MODELS)} architectures" in text and f" {len(FEW.split())} of them run by default" in text
+
+
 def config_only(path, kind, architecture, **fields):
     """A directory without weights: what is refused is refused before they are read."""
     config = AutoConfig.for_model(kind, vocab_size=VOCAB_SIZE, pad_token_id=0, bos_token_id=1, eos_token_id=2, **fields)
@@ -124,11 +130,20 @@ SHORT = {"num_hidden_layers": 2}
 REFUSED = {
     "bloom": ("BloomForCausalLM", {"n_layer": 2}, "it takes no position_ids"),
     "mpt": ("MptForCausalLM", {"n_layers": 2}, "it takes no position_ids"),
+    "blenderbot": ("BlenderbotForCausalLM", {}, "it takes no position_ids"),
     "falcon": ("FalconForCausalLM", SHORT, "its attention does not use transformers' AttentionInterface"),
     "gpt_neo": ("GPTNeoForCausalLM", {}, "its attention does not use transformers' AttentionInterface"),
     "xglm": ("XGLMForCausalLM", {"num_layers": 2}, "its layers do not use transformers' AttentionInterface"),
     "diffllama": ("DiffLlamaForCausalLM", SHORT, "or not once each in order"),
+    "hrm_text": ("HrmTextForCausalLM", SHORT, "or not once each in order"),
     "minicpm3": ("MiniCPM3ForCausalLM", SHORT, "its q, k and v are not one head_dim wide"),
+    "mimo_v2_flash": ("MiMoV2FlashForCausalLM", SHORT, "its q, k and v are not one head_dim wide"),
+    "gemma4_text": (
+        "Gemma4ForCausalLM",
+        {"num_hidden_layers": 6, "hidden_size_per_layer_input": 0},
+        "its layers differ in num_heads, num_kv_heads and head_dim",
+    ),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", SHORT, "its attention takes indices, which ours does not"),
     "doge": ("DogeForCausalLM", SHORT | {"num_experts": 64}, "its attention has a mask or a bias of its own"),
     "jamba": ("JambaForCausalLM", {"num_hidden_layers": 8, "num_experts": 2}, "it keeps a state besides K and V"),
     "mamba": ("MambaForCausalLM", SHORT, "it keeps a state besides K and V"),
@@ -137,6 +152,7 @@ REFUSED = {
     "llama4_text": ("Llama4ForCausalLM", SHORT, "it is not a decoder with a linear head"),
     "gemma3": ("Gemma3ForConditionalGeneration", {}, "it is not a decoder with a linear head"),
     "jetmoe": ("JetMoeForCausalLM", SHORT, "a trial run raised NotImplementedError"),
+    "minimax": ("MiniMaxForCausalLM", SHORT, "a trial run raised RuntimeError"),
 }
 
 
