@@ -192,9 +192,9 @@ class Fields:
         return None if self.values.get(name, default) is None else self.number(name, default)
 
     def activation(self, name: str, default: str = "silu") -> str:
-        """One of ACTIVATIONS, of which silu has another name, swish."""
+        """One of ACTIVATIONS. Two have another name, too."""
         value = self.values.get(name, default)
-        value = "silu" if value == "swish" else value
+        value = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}.get(str(value), value)
         if value not in ACTIVATIONS:
             raise self.unsupported(name, shown(value), ACTIVATIONS)
         return value

@@ -10,14 +10,13 @@ from typing import Any
 from nanopage.checks.fields import Fields
 from nanopage.config.model import ModelConfig
 from nanopage.files.model_files import shown
-from nanopage.pooling.encoder import ACTIVATIONS, Encoder
+from nanopage.pooling.encoder import Encoder
 
 ARCHITECTURES = (
     *("BertModel", "BertForSequenceClassification"),
     *("RobertaModel", "RobertaForSequenceClassification"),
     *("XLMRobertaModel", "XLMRobertaForSequenceClassification"),
 )
-GGUF_ARCHITECTURE = None
 
 
 def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
@@ -28,9 +27,6 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     for name in ("is_decoder", "add_cross_attention"):
         if fields.flag(name):
             raise fields.unsupported(name, "true")
-    activation = values.get("hidden_act", "gelu")
-    if activation not in [*ACTIVATIONS]:  # it may be of a type that has no hash
-        raise fields.unsupported("hidden_act", shown(activation), ACTIVATIONS)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if hidden_size % num_heads:
         raise fields.error("hidden_size", f"{hidden_size} is not a multiple of num_attention_heads={num_heads}")
@@ -40,13 +36,11 @@ def read_config(fields: Fields, architecture: str) -> dict[str, Any]:
     if num_positions <= first:
         raise fields.error("max_position_embeddings", f"must be more than {first}, got {num_positions}")
     return {
-        "num_kv_heads": num_heads,
-        "head_dim": hidden_size // num_heads,
         "rms_norm_eps": fields.number("layer_norm_eps", 1e-12),
         "max_position_embeddings": num_positions - first,
         "first_position": first,
         "type_vocab_size": fields.size("type_vocab_size"),
-        "activation": activation,
+        "activation": fields.activation("hidden_act", "gelu"),
     }
 
 

@@ -9,8 +9,6 @@ Attention is not causal, so every token needs all others, and there is no KV cac
 without padding. Sequences of equal length are adjacent: a `Span` is a group of such sequences.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,13 +18,7 @@ from torch import Tensor, nn
 from nanopage.config.model import ModelConfig
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
+from nanopage.layers.mlp import ACTIVATIONS
 
 
 class Span(NamedTuple):

@@ -630,7 +630,7 @@ MIXED = {"0": {"head_dim": 8}, "3": {"head_dim": 32}}
         (of_family("Gemma2ForCausalLM", final_logit_softcapping="30"), "final_logit_softcapping"),
         (of_family("Gemma2ForCausalLM", query_pre_attn_scalar=None), "query_pre_attn_scalar"),
         (of_family("Gemma2ForCausalLM", use_bidirectional_attention=True), "use_bidirectional_attention"),
-        (of_family("Gemma2ForCausalLM", hidden_activation="gelu_new"), "hidden_activation"),
+        (of_family("Gemma2ForCausalLM", hidden_activation="quick_gelu"), "hidden_activation"),
         (of_family("Gemma2ForCausalLM", layer_types=["full_attention"]), "layer_types"),
         (of_family("Gemma3ForCausalLM", attn_logit_softcapping=50.0), "attn_logit_softcapping"),
         (of_family("Gemma3ForCausalLM", sliding_window_pattern=0), "sliding_window_pattern"),
@@ -901,7 +901,7 @@ def test_an_error_says_what_runs_instead(config, instead):
     assert len(str(error.value)) < 300
 
 
-@pytest.mark.parametrize("activation", ["gelu_new", "relu6", "SiLU", None, ["silu"]])
+@pytest.mark.parametrize("activation", ["quick_gelu", "relu6", "SiLU", None, ["silu"]])
 def test_another_activation_is_an_error_that_names_it(activation):
     with pytest.raises(ValueError, match="hidden_act") as error:
         config_from_dict(LLAMA | {"hidden_act": activation})
