@@ -24,6 +24,7 @@ from nanopage.__main__ import app as program
 from nanopage.server import batch, serve
 from nanopage.server.app import create_app
 from nanopage.server.fields import REFUSED
+from nanopage.server.option_sources import options_of, variable_of
 from nanopage.server.state import ServerState
 from nanopage.step import EncoderCache
 from nanopage.vllm.metrics import Metrics
@@ -93,7 +94,8 @@ def all_words() -> set[str]:
     """Every word of the sources."""
     files = [file for file in all_files() if file.suffix in SOURCES]
     words = set().union(*(re.findall(r"\w+", file.read_text()) for file in files))
-    return words | {file.stem for file in files} | NAMES_OF_OTHERS
+    variables = {variable_of(name) for name in options_of(serve.parser())}
+    return words | {file.stem for file in files} | variables | NAMES_OF_OTHERS
 
 
 @functools.cache

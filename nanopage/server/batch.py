@@ -25,6 +25,7 @@ from nanopage.aio.async_llm import AsyncLLM
 from nanopage.server.app import create_app
 from nanopage.server.batch_files import Line, LineError, OutputFile, name_of, open_input, read_line, read_lines
 from nanopage.server.in_process import post
+from nanopage.server.option_sources import add_config_option, read_options
 from nanopage.server.options import Model, add_model_options
 from nanopage.server.state import ServerState
 from nanopage.terminal.log import say_log
@@ -41,7 +42,7 @@ UNLIMITED = 1 << 60  # nothing but these two bounds what waits
 
 def main(arguments: list[str]) -> int:
     """Answer the lines of a file. Returns the program's exit code: 0 all answered, 1 at least one has an error."""
-    args = parser().parse_args(arguments)
+    args = read_options(parser(), arguments, {})
     model = Model(args)
     say_log(verbose=False)
     state = ServerState(**model.settings, max_queue=UNLIMITED, max_queue_tokens=UNLIMITED, strict_fields=True)
@@ -62,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     """The options: the files, then those of `nanopage serve` for the model and the engine."""
     parser = FlexibleArgumentParser(
         prog="nanopage run-batch",
+        usage="%(prog)s [MODEL] -i FILE -o FILE [options]",
         description="Answer the requests of a file in the form of OpenAI's Batch API. Started again with the same "
         "files, it goes on where it was stopped.",
         epilog="Exit codes: 0 all answered, 1 at least one line has an error, 2 wrong usage, 130 stopped by Ctrl-C, "
@@ -70,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="JSON lines; - is stdin")
     parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="gets the replies; - is stdout")
+    add_config_option(parser)
     add_model_options(parser)
     EngineArgs.add_cli_args(parser.add_argument_group("engine"))
     return parser

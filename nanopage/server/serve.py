@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from nanopage import MAX_MESSAGE, escaped
 from nanopage.audio import WHISPER
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
@@ -31,6 +30,7 @@ from nanopage.server.middleware import AUDIO_PATHS, LOCAL_HOSTS
 from nanopage.server.model_options import add_models_options, named_models
 from nanopage.server.models import Models
 from nanopage.server.one_engine import OneEngine
+from nanopage.server.option_sources import add_config_option, read_options, unknown_variables
 from nanopage.server.options import SECONDS_TO_CLOSE, Model, add_model_options, positive
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
@@ -49,7 +49,11 @@ SEVERAL = "the live view shows one engine, and this server has several models"
 
 def main(arguments: list[str]) -> int:
     """Run the server with these arguments of its command line. Returns the program's exit code."""
-    return run(parser().parse_args(arguments))
+    command_line = parser()
+    args = read_options(command_line, arguments, os.environ)
+    for warning in unknown_variables(command_line, os.environ):
+        logger.warning(warning)
+    return run(args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,11 +62,9 @@ def run(args: argparse.Namespace) -> int:
     Args: args: the options, as the parser gives them.
     """
     options = dict(vars(args))
-    given = args.api_key or os.environ.get("NANOPAGE_API_KEY", "").split(",")
-    keys = [key.strip() for key in given]
-    if args.api_key and not all(keys):
+    keys = [key.strip() for key in args.api_key or ()]
+    if not all(keys):
         raise ValueError("--api-key is empty")
-    keys = [key for key in keys if key]
     check_tls(args)
     if args.salt_per_key and not keys:
         raise ValueError("--salt-per-key needs --api-key")
@@ -144,25 +146,39 @@ def run(args: argparse.Namespace) -> int:
 def parser() -> argparse.ArgumentParser:
     """The options: the server's, then the engine's. They have the names of `vllm serve` where it has the option."""
     parser = FlexibleArgumentParser(
-        prog="nanopage serve", description="Serve a model to clients of OpenAI's API.", allow_abbrev=False
+        prog="nanopage serve",
+        usage="%(prog)s [MODEL] [options]",
+        description="Serve a model to clients of OpenAI's API.",
+        epilog="Each option can also be an environment variable, such as NANOPAGE_MAX_MODEL_LEN for --max-model-len, "
+        "or a line of the file of --config. The command line comes first, then the environment, then the file.",
+        allow_abbrev=False,
     )
+    add_config_option(parser)
     add_model_options(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     group.add_argument("--port", type=_port, default=8000, help="0 takes a free port (default: %(default)s)")
     group.add_argument("--uds", help="listen on a Unix socket with this path instead")
     group.add_argument(
-        "--api-key", action="append", help="key that clients must send; can be repeated (or NANOPAGE_API_KEY)"
+        "--api-key",
+        action="append",
+        help="key that clients must send; can be repeated (better in NANOPAGE_API_KEY: other users see command lines)",
     )
     group.add_argument(
         "--root-path", type=_prefix, default="", help="prefix that paths may have, for a reverse proxy that adds one"
     )
     group.add_argument("--allowed-host", action="append", default=[], help="Host header to answer besides localhost")
     group.add_argument("--insecure", action="store_true", help="listen on any address without a key, under any name")
-    group.add_argument("--ssl-keyfile")
-    group.add_argument("--ssl-certfile")
+    group.add_argument("--ssl-keyfile", help="key of the certificate, for HTTPS")
+    group.add_argument("--ssl-certfile", help="the server's certificate")
     group.add_argument("--ssl-ca-certs", help="authorities of clients' certificates")
-    group.add_argument("--ssl-cert-reqs", type=int, default=int(ssl.CERT_NONE), choices=(0, 1, 2))
+    group.add_argument(
+        "--ssl-cert-reqs",
+        type=int,
+        default=int(ssl.CERT_NONE),
+        choices=(0, 1, 2),
+        help="whether clients need a certificate: 0 no, 1 only a valid one if any, 2 yes (default: %(default)s)",
+    )
     group.add_argument(
         "--max-queue", type=positive, default=1024, help="most requests that wait (default: %(default)s)"
     )
@@ -387,7 +403,7 @@ class Server(uvicorn.Server):
             print(self._ready_line(), flush=True)
         except BaseException as error:  # when Rust panics, tokenizers raises something that is not an Exception
             self.state.error = str(error) or type(error).__name__
-            print(f"nanopage: {escaped(str(self.state.error), MAX_MESSAGE)}", file=sys.stderr)
+            logger.error(self.state.error)
             self.should_exit = True
 
     def handle_exit(self, sig: int, frame: object) -> None:

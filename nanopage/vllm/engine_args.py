@@ -5,16 +5,18 @@ Their names, types, defaults and help come from EngineConfig and its docstring.
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import inspect
 import json
 import re
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import typer
 
+from nanopage import MAX_MESSAGE, escaped
 from nanopage.checks.options import choices_of
 from nanopage.checks.vllm_options import accept_engine
 from nanopage.config.options import EngineConfig
@@ -62,12 +64,32 @@ class EngineArgs(EngineConfig):
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that also takes --max_model_len for --max-model-len, as vLLM's does."""
+    """An ArgumentParser that also takes --max_model_len for --max-model-len, as vLLM's does. An error is two lines."""
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse arguments, by default those of the program."""
         arguments = sys.argv[1:] if args is None else args
         return super().parse_known_args([_with_dashes(argument) for argument in arguments], namespace)
+
+    def parse_args(self, args=None, namespace=None):
+        """As `parse_known_args`. Arguments that are not known are an error, which names options that resemble them."""
+        namespace, others = self.parse_known_args(args, namespace)
+        if unknown := next((each for each in others if each.startswith("-")), None):
+            name = unknown.partition("=")[0]
+            self.error(f"no such option: {name}{nearest(name, self._option_string_actions)}")
+        if others:
+            self.error(f"unrecognized arguments: {' '.join(others)}")
+        return namespace
+
+    def error(self, message: str) -> typing.NoReturn:
+        """Exit with code 2. The usage, which takes dozens of lines, is left to --help."""
+        self.exit(2, f"{self.prog}: error: {escaped(message, MAX_MESSAGE)}\nTry '{self.prog} --help' for help.\n")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The end of an error's sentence: the name that a mistyped one resembles; empty if there is none."""
+    found = difflib.get_close_matches(name, names, 1)
+    return f". Did you mean {found[0]}?" if found else ""
 
 
 def takes_engine_options(*names: str) -> Callable[[Callable], Callable]:
