@@ -69,7 +69,7 @@ from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
 from nanopage.text.prompts import PromptTooLongError
 
-logger = logging.getLogger("nanopage")
+logger, calls = logging.getLogger("nanopage"), logging.getLogger("nanopage.calls")
 
 NOT_SERVED = {  # path -> why
     "/pooling": "use /v1/embeddings or /v1/score",
@@ -296,7 +296,8 @@ async def _generate(
         await generation.aclose()
         state.num_active -= 1
         state.num_disconnects += how == GONE
-        logger.info(f"{request.url.path} {call.id}: {how} after {time.perf_counter() - started:.2f} s")
+        request.scope["nanopage.call"] = {"id": call.id, "end": how, **generation.tokens}
+        calls.info(f"{request.url.path} {call.id}: {how} after {time.perf_counter() - started:.2f} s")
 
     try:
         # Each request leaves `entering` when it is in the engine, which counts it from then on.

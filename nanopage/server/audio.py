@@ -30,7 +30,7 @@ from nanopage.server.shapes import TranscriptEvent, TranscriptReply, replies
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
 
-logger = logging.getLogger("nanopage")
+logger, calls = logging.getLogger("nanopage"), logging.getLogger("nanopage.calls")
 
 MAX_SECONDS = 4 * 3600  # of a sound
 MAX_FIELDS, MAX_FIELD_SIZE = 64, 65_536  # of a form, apart from the file
@@ -243,7 +243,8 @@ async def _transcribe(state: ServerState, request: Request) -> Response:
         state.num_active -= 1
         state.num_disconnects += how == GONE
         state.transcribed_seconds += job.position
-        logger.info(f"{path} {name}: {how} after {time.perf_counter() - started:.2f} s, {job.position:.1f} s of sound")
+        request.scope["nanopage.call"] = {"id": name, "end": how, "sound_seconds": round(job.position, 2)}
+        calls.info(f"{path} {name}: {how} after {time.perf_counter() - started:.2f} s, {job.position:.1f} s of sound")
         await asyncio.to_thread(job.sound.close)
 
     if call.streams:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import re
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ class Generation:
     streams: one stream for each prompt.
     rename: gives an error the endpoint's names of the fields, if they are not those of `body`.
     on_finish: called with the last output of each request that has ended, before it is read.
+    tokens: those of the requests whose last output has been read.
     """
 
     def __init__(self, llm: AsyncLLM, body: SamplingBody | PoolingBody):
@@ -35,6 +37,7 @@ class Generation:
         self.streams: list[RequestStream] = []
         self.rename: Callable[[ApiError], ApiError] = lambda error: error
         self.on_finish: Callable[[RequestOutput], None] | None = None
+        self.tokens = Counter(prompt_tokens=0, completion_tokens=0)
 
     async def aclose(self) -> None:
         for stream in self.streams:
@@ -67,6 +70,9 @@ class Generation:
                     await reader
 
     def _check(self, output: RequestOutput) -> RequestOutput:
+        if output.finished:
+            num_output = sum(len(completion.token_ids) for completion in output.outputs)
+            self.tokens.update(prompt_tokens=len(output.prompt_token_ids), completion_tokens=num_output)
         if output.finished and self.on_finish is not None:
             self.on_finish(output)
         if output.error is not None:

@@ -1,19 +1,26 @@
 """Gate: what every HTTP call passes through before FastAPI sees it.
 
 Gate checks the key (if the server has one, all but a few paths need it) and the Host header. It reads the whole body
-within limits of size and time, and bounds the sum of all bodies. It echoes X-Request-Id and counts replies.
+within limits of size and time, and bounds the sum of all bodies. It echoes X-Request-Id, and counts and logs replies.
 """
 
 import asyncio
 import hashlib
 import hmac
+import logging
 import re
+import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanopage.files.json_log import REQUEST_ID
 from nanopage.server.errors import ApiError
+
+access = logging.getLogger("nanopage.access")
+access.setLevel(logging.WARNING)  # --log-format json has a line for each reply
 
 MAX_BODY = 4 << 20  # bytes. FastAPI parses a body on the event loop
 AUDIO_PATHS = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}  # by their tasks
@@ -23,6 +30,8 @@ MAX_ARRIVING = 64 << 20  # bytes of all bodies that have not arrived whole
 MAX_BODIES = 256 << 20  # bytes of all bodies whose calls have not ended
 SMALL_BODY = 64 << 10  # bytes: accepted whatever these sums are, so that large bodies do not keep small ones out
 BODY_SECONDS = 60.0  # for the whole body to arrive
+PROBES = ("/health", "/ping", "/metrics")  # have no line in the log if all is well
+MAX_PATH = 200  # characters of a path in the log
 OPEN_PATHS = ("/", "/health", "/ping")  # need no key: the chat page has no data of its own
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
@@ -70,14 +79,16 @@ class Gate:
         path = path or "/"
         scope["root_path"], scope["path"] = root, root + path
         headers = dict(scope["headers"])
-        request_id = headers.get(b"x-request-id", b"")
+        request_id, started = headers.get(b"x-request-id", b""), time.perf_counter()
+        is_echoed = re.fullmatch(rb"[\w.:/+=-]{1,128}", request_id) is not None
+        REQUEST_ID.set(request_id.decode() if is_echoed else uuid.uuid4().hex)
         status = "none"
 
         async def reply(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = str(message["status"])
-                if re.fullmatch(rb"[\w.:/+=-]{1,128}", request_id):
+                if is_echoed:
                     message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
@@ -101,6 +112,8 @@ class Gate:
         finally:
             method = scope["method"] if scope["method"] in ("GET", "POST") else "other"
             self.replies[method, path if path in self.paths else "other", status] += 1
+            if access.isEnabledFor(logging.INFO) and not (path in PROBES and status == "200"):
+                _log(scope, path, status, time.perf_counter() - started)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         host = re.sub(r":\d+$", "", headers.get(b"host", b"").decode("latin-1")).lower()
@@ -151,6 +164,14 @@ class Gate:
             raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s", code="timeout") from None
         finally:
             self.num_arriving -= len(body)
+
+
+def _log(scope: Scope, path: str, status: str, seconds: float) -> None:
+    """Log a reply. If its call was queued, the route has said how it has ended."""
+    method, path = scope["method"], path[:MAX_PATH]
+    fields = {"method": method, "path": path, "status": int(status) if status.isdigit() else None}
+    fields |= {"duration": round(seconds, 6)} | scope.get("nanopage.call", {})
+    access.info(f"{method} {path} {status}", extra={"fields": fields})
 
 
 def _digest(key: bytes) -> bytes:

@@ -85,6 +85,7 @@ IN_FRONT: dict[str, Any] = {
     "ssl_certfile": None,
     "ssl_ca_certs": None,
     "ssl_cert_reqs": 0,
+    "log_format": "text",  # its lines become messages here
 }
 
 

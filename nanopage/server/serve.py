@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 
 from nanopage.audio import WHISPER
 from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
+from nanopage.files.json_log import log_as_json
 from nanopage.files.lossy_output import lose_output
 from nanopage.server.app import create_app, guard
 from nanopage.server.connection import Connection
@@ -51,6 +53,8 @@ def main(arguments: list[str]) -> int:
     """Run the server with these arguments of its command line. Returns the program's exit code."""
     command_line = parser()
     args = read_options(command_line, arguments, os.environ)
+    if args.log_format == "json":
+        log_as_json()
     for warning in unknown_variables(command_line, os.environ):
         logger.warning(warning)
     return run(args)
@@ -98,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     no_view = SEVERAL if models else why_no_view(args, bool(keys))
     state = ServerState(**settings, tracer=tracer, view=None if no_view else LiveView(), no_view=no_view)
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
-    lose_output()
+    if args.log_format == "text":
+        lose_output()
     engine: OneEngine | Front | Models
     if models:
         engine = Models(state, models, options, keys)
@@ -122,6 +127,7 @@ def run(args: argparse.Namespace) -> int:
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
         access_log=False,
+        log_config=None if args.log_format == "json" else LOGGING_CONFIG,
         log_level="warning",
         server_header=False,
         timeout_keep_alive=args.timeout_keep_alive,
@@ -201,6 +207,12 @@ def parser() -> argparse.ArgumentParser:
         help="/health is 503 when no step has ended for so many seconds (default: %(default)s)",
     )
     group.add_argument("--timeout-keep-alive", type=int, default=5, help="seconds that an idle connection stays open")
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: each line of the log is a JSON object, and each reply has a line (default: %(default)s)",
+    )
     group.add_argument("--strict-fields", action="store_true", help="refuse fields that are not known")
     group.add_argument(
         "--view",
