@@ -1,9 +1,11 @@
 """The command `nanopage`, which is also `python -m nanopage`."""
 
 import importlib
+import importlib.metadata
 import os
+import platform
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 from nanopage.terminal.signals import leave_on_interrupt, raise_on_interrupt
 
@@ -12,13 +14,14 @@ if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "nanopage":  # and
 
 import typer
 
+import nanopage
 from nanopage.terminal import models
 from nanopage.terminal.chat import chat
 from nanopage.terminal.compile import compile_layers
 from nanopage.terminal.program import run
 from nanopage.terminal.transcribe import transcribe
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, add_completion=False)
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.command()(chat)
 app.command("compile")(compile_layers)
 app.command()(transcribe)
@@ -54,8 +57,20 @@ def run_part_of_server(module: str, arguments: list[str]) -> NoReturn:
     raise SystemExit(part.main(arguments))
 
 
+def say_version(wanted: bool) -> None:
+    """Print the versions of nanopage and of what it computes with, without importing them, and leave."""
+    if wanted:
+        others = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers")]
+        typer.echo(f"nanopage {nanopage.__version__} ({', '.join(others)}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
 @app.callback()
-def nanopage() -> None:
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """A compact LLM inference engine."""
 
 

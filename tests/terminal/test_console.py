@@ -49,6 +49,25 @@ def test_the_command_lists_its_subcommands_and_refuses_others():
     assert run([str(SCRIPT), "--help"]).stdout.startswith("Usage: nanopage [OPTIONS] COMMAND")
 
 
+def test_the_command_has_its_version_and_completes_without_torch():
+    code = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None  # an import of them raises ImportError
+sys.argv = ["nanopage", *sys.argv[1:]]
+from nanopage.__main__ import main
+sys.exit(main())
+"""
+    run = [sys.executable, "-c", code]
+    done = subprocess.run([*run, "--version"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"nanopage [\d.]+ \(torch \S+, transformers \S+, Python [\d.]+\)\n", done.stdout)
+    env = {"_NANOPAGE_COMPLETE": "complete_bash", "COMP_CWORD": "2", "COMP_WORDS": "nanopage chat --max-"}
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--max-tokens", "--max-model-len"]
+    env = {"_NANOPAGE_COMPLETE": "source_zsh"}  # what --show-completion prints
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert "#compdef nanopage" in done.stdout
+
+
 @pytest.fixture
 def traps(tmp_path):
     """A directory with files that end a program which imports them."""
