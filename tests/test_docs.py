@@ -42,10 +42,10 @@ NAMES_OF_OTHERS = {
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
     "MistralModel", "CUDA_LAUNCH_BLOCKING", "docker", "oneOf", "cl", "mat",
 }  # fmt: skip
-OPTIONS_OF_OTHERS = {  # pip, pytest, Ray, Docker
+OPTIONS_OF_OTHERS = {  # pip, pytest, Ray, Docker, kubectl, systemctl
     "--index-url", "--no-deps", "--dist", "--solutions", "--address", "--disable-usage-stats", "--generate", "--head",
     "--include-dashboard", "--max-worker-port", "--min-worker-port", "--node-ip-address", "--node-manager-port",
-    "--num-cpus", "--object-manager-port", "--network",
+    "--num-cpus", "--object-manager-port", "--network", "--build-arg", "--gpus", "--profile", "--from-literal", "--now",
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def all_files() -> list[Path]:
 @functools.cache
 def all_words() -> set[str]:
     """Every word of the sources."""
-    files = [file for file in all_files() if file.suffix in SOURCES]
+    files = [*(file for file in all_files() if file.suffix in SOURCES), *ROOT.glob("deploy/*")]
     words = set().union(*(re.findall(r"\w+", file.read_text()) for file in files))
     variables = {variable_of(name) for name in options_of(serve.parser())}
     return words | {file.stem for file in files} | variables | NAMES_OF_OTHERS
