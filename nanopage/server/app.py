@@ -187,13 +187,11 @@ def create_routes(state: ServerState) -> FastAPI:
 
         @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
         async def load_lora_adapter(body: LoadBody) -> Response:
-            return Response(
-                await state.adapters.load(state.require(), state.model_names, body), media_type="text/plain"
-            )
+            return PlainTextResponse(await state.adapters.load(state.require(), state.model_names, body))
 
         @app.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
         async def unload_lora_adapter(body: UnloadBody) -> Response:
-            return Response(state.adapters.unload(state.require(), body), media_type="text/plain")
+            return PlainTextResponse(state.adapters.unload(state.require(), body))
 
     @app.post("/tokenize", responses=replies(TokenizeReply))
     async def tokenize(body: TokenizeBody) -> Response:
