@@ -24,21 +24,17 @@ def top_logprobs(logits: Tensor, tokens: Tensor, num: int) -> list[Tensor]:
     return [chosen.squeeze(1), ranks, *logprobs.topk(min(num, logprobs.shape[-1]), dim=-1)]
 
 
-def make_tables(tokens: list[int], top: list[Tensor], counts: list[int]) -> list[LogprobTable]:
+def make_tables(tokens: list[int], top: list[Tensor]) -> list[LogprobTable]:
     """A table for each token: its own log-probability, and the highest ones of its row, each with its rank. Of equally
     likely tokens, the given one is first, so that the ranks of a table differ and have no gaps among the highest.
 
-    Args:
-        top: what `top_logprobs` returns for these tokens, on the CPU.
-        counts: how many of the highest to put into each table.
+    Args: top: what `top_logprobs` returns for these tokens, on the CPU.
     """
     tables = []
-    for token, chosen, rank, values, ids, count in zip(
-        tokens, *(tensor.tolist() for tensor in top), counts, strict=True
-    ):
+    for token, chosen, rank, values, ids in zip(tokens, *(tensor.tolist() for tensor in top), strict=True):
         table = {token: (chosen, rank)}
         places = itertools.filterfalse(rank.__eq__, itertools.count(1))
-        for token_id, value in zip(ids[:count], values[:count], strict=True):
+        for token_id, value in zip(ids, values, strict=True):
             if token_id != token:
                 table[token_id] = (value, next(places))
         tables.append(table)

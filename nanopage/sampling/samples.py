@@ -19,13 +19,13 @@ class Samples:
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, num_logprobs: np.ndarray):
-        self._num_logprobs = num_logprobs
-        coming = [tokens]
-        which = np.flatnonzero(num_logprobs >= 0)
-        if len(which):
+        self._tokens = to_host(tokens)
+        self._top: list[tuple[list[int], list[Tensor]]] = []  # (indexes of tokens, their `top_logprobs`)
+        for num in np.unique(num_logprobs[num_logprobs >= 0]):  # apart, because the order of equal ones depends on it
+            which = np.flatnonzero(num_logprobs == num)
             index = to_device(torch.from_numpy(which), tokens.device)
-            coming += top_logprobs(logits[index], tokens[index], int(num_logprobs.max()))
-        self._coming = [to_host(tensor) for tensor in coming]
+            top = top_logprobs(logits[index], tokens[index], int(num))
+            self._top.append((which.tolist(), [to_host(tensor) for tensor in top]))
         self._arrived = None
         if tokens.is_cuda:
             self._arrived = torch.cuda.Event()
@@ -37,9 +37,8 @@ class Samples:
         with the device."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        tokens = self._coming[0].tolist()
-        which = np.flatnonzero(self._num_logprobs >= 0).tolist()
-        if not which:
-            return tokens, {}
-        tables = make_tables([tokens[i] for i in which], self._coming[1:], self._num_logprobs[which].tolist())
-        return tokens, dict(zip(which, tables, strict=True))
+        tokens: list[int] = self._tokens.tolist()
+        tables: dict[int, LogprobTable] = {}
+        for which, top in self._top:
+            tables.update(zip(which, make_tables([tokens[i] for i in which], top), strict=True))
+        return tokens, tables

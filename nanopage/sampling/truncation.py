@@ -16,6 +16,7 @@ The rules on both devices:
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nanopage.sampling.noise import gumbel_noise
 from nanopage.step import NO_TOKEN
@@ -34,24 +35,31 @@ def sample_truncated(
     return torch.where(values[:, 0].isfinite(), ids.gather(1, best).squeeze(1), NO_TOKEN)
 
 
-def truncate(logits: Tensor, temperatures: Tensor, limits: list[Tensor]) -> tuple[Tensor, Tensor]:
+def truncate(
+    logits: Tensor, temperatures: Tensor, limits: list[Tensor], size: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The tokens of each row that may be sampled.
 
     Args:
         logits: float32 or float64 [B, vocab_size].
         temperatures: float64 [B], greater than 0.
         limits: top_k (int64, the vocabulary's size if it is off), top_p and min_p (float64), each [B].
+        size: how many of the largest logits are tried. None: CANDIDATES.
 
     Returns: (values, ids), both [B, C]: the C largest logits of each row, in descending order, and their token ids.
-        Logits that are not kept are -inf.
+        Logits that are not kept are -inf, and so are those behind a row of which fewer are taken.
     """
-    vocab_size, size = logits.shape[-1], CANDIDATES
-    while True:
-        values, ids = logits.topk(min(size, vocab_size), dim=-1)
-        floors, exact = floors_among(values, logits, temperatures, limits)
-        if bool(exact.all()):
-            return values.masked_fill_(values < floors, -torch.inf), ids
-        size *= 8
+    values, ids = logits.topk(min(size or CANDIDATES, logits.shape[-1]), dim=-1)
+    floors, exact = floors_among(values, logits, temperatures, limits)
+    values.masked_fill_(values < floors, -torch.inf)
+    if not bool(exact.all()):
+        which = (~exact[:, 0]).nonzero()[:, 0]  # only these: other rows must not decide how many are taken of a row
+        some = logits[which], temperatures[which], [limit[which] for limit in limits]
+        more = truncate(*some, 8 * values.shape[1])
+        added = 0, more[0].shape[1] - values.shape[1]
+        values, ids = pad(values, added, value=-torch.inf), pad(ids, added)
+        values[which], ids[which] = more
+    return values, ids
 
 
 def floors_among(values: Tensor, logits: Tensor, temperatures: Tensor, limits: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -82,7 +90,8 @@ def floors_among(values: Tensor, logits: Tensor, temperatures: Tensor, limits: l
     mass = weights.cumsum(dim=-1, dtype=torch.float64)
     total = mass[:, -1:]
     if size < vocab_size and not bool(complete.all()):
-        total = torch.where(complete, total, weigh(logits).sum(dim=-1, keepdim=True))
+        # Not sum(), whose order depends on the number of rows, and of threads.
+        total = torch.where(complete, total, weigh(logits).cumsum(dim=-1, dtype=torch.float64)[:, -1:])
     crossing = ((mass - weights < top_p * total) & kept).sum(dim=-1, keepdim=True).clamp(min=1) - 1
     edge = torch.where(top_p < 1, values.gather(1, crossing), -torch.inf)
     floors = torch.maximum(floors, edge)

@@ -33,7 +33,7 @@ def prompt_logprobs(model: Decoder, table: SequenceTable, batch: Batch, hidden: 
             logits = model.logits(part[begin - start : stop - start])
             targets = table.tokens[row, begin + 1 : stop + 1].long()  # position i predicts token i + 1
             top = [tensor.cpu() for tensor in top_logprobs(logits, targets, num)]
-            tables += make_tables(targets.tolist(), top, [num] * len(targets))
+            tables += make_tables(targets.tolist(), top)
         results.append(PromptLogprobs(row, start + 1, tables))
     return results
 
