@@ -73,6 +73,8 @@ from nanopage.vllm.engine_args import takes_engine_options
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, rich_markup_mode=None, add_completion=False)
 
+# Options of the engine in latency, throughput and serve.
+ENGINE = "dtype", "device", "enforce_eager", "quantization", "load_format", "async_scheduling", "batch_invariant"
 DIVISIBLE = Path(__file__).parent / "benchmarks" / "configs" / "SmolLM2-135M-8-heads"
 
 ModelOption = Annotated[
@@ -158,7 +160,7 @@ def json_or_saved(
 
 
 @app.command()
-@takes_engine_options("dtype", "device", "enforce_eager", "quantization", "load_format", "async_scheduling")
+@takes_engine_options(*ENGINE)
 def latency(
     model: ModelOption = None,
     input_len: LengthOption = "128",
@@ -184,7 +186,7 @@ def latency(
 
 
 @app.command()
-@takes_engine_options("dtype", "device", "enforce_eager", "quantization", "load_format", "async_scheduling")
+@takes_engine_options(*ENGINE)
 def throughput(
     model: ModelOption = None,
     num_prompts: NumPromptsOption = None,
@@ -222,7 +224,7 @@ def throughput(
 
 
 @app.command()
-@takes_engine_options("dtype", "device", "enforce_eager", "quantization", "load_format", "async_scheduling")
+@takes_engine_options(*ENGINE)
 def serve(
     model: ModelOption = None,
     num_prompts: NumPromptsOption = None,
@@ -932,7 +934,7 @@ def parallel(
 
 
 @app.command()
-@takes_engine_options("device", "enforce_eager")
+@takes_engine_options("device", "enforce_eager", "batch_invariant")
 def compare(
     model: ModelOption = None,
     workloads: Annotated[str | None, typer.Option(help="Which, as in W1,W2 [default: W1 to W6].")] = None,
@@ -962,8 +964,8 @@ def compare(
     """Run the same requests on nanopage and its peers, in turn.
 
     Each engine has a process of its own. The first lines of a peer's file in benchmarks/peers say how to install it.
-    --eager is nanopage's. With --quantization each engine runs its own kind of int8 or int4; engines without one are
-    left out. nanopage and llama.cpp also read the same .gguf file. On a GPU, nanopage,
+    --eager and --batch-invariant are nanopage's. With --quantization each engine runs its own kind of int8 or int4;
+    engines without one are left out. nanopage and llama.cpp also read the same .gguf file. On a GPU, nanopage,
     vLLM and transformers run.
 
     \b
@@ -1013,6 +1015,7 @@ def compare(
         device,
         dtype,
         switches["enforce_eager"],
+        switches["batch_invariant"],
         quantization,
         num_iters,
         num_iters_warmup,

@@ -52,6 +52,10 @@ def check_engine(switches: dict[str, Any]) -> None:
             EngineConfig(**{name: value})
         except (ValueError, TypeError) as error:
             refuse(str(error), f"--{name.replace('_', '-')}")
+    try:
+        EngineConfig(**switches)
+    except ValueError as error:  # of several options together
+        refuse(str(error), [])
 
 
 def check_server(base_url: str, switches: dict[str, Any], plot_file: Path | None) -> None:

@@ -94,6 +94,7 @@ class Setup:
     threads: int
     warmup: int  # warm-up iterations
     busy: int  # number of busy cores (--busy), or 0
+    batch_invariant: bool = False  # of nanopage
 
 
 def compare(
@@ -105,6 +106,7 @@ def compare(
     device: str,
     dtype: str,
     eager: bool,
+    batch_invariant: bool,
     quantization: str | None,
     num_iters: int,
     num_iters_warmup: int,
@@ -143,10 +145,9 @@ def compare(
         tokens, limit = longest(iterations), config.max_position_embeddings
         if tokens > limit:
             refuse(f"{name}: {tokens} tokens are more than the model's {limit}", "--workloads")
-    setup = Setup(path, config, pythons, device, quantization, eager, threads, num_iters_warmup, busy)
-    results = Results(
-        header(path, device, dtype, quantization, seed, num_iters, num_iters_warmup, threads, busy, only_avx2), busy
-    )
+    setup = Setup(path, config, pythons, device, quantization, eager, threads, num_iters_warmup, busy, batch_invariant)
+    about = header(path, device, dtype, quantization, seed, num_iters, num_iters_warmup, threads, busy, only_avx2)
+    results = Results(about | ({"options of nanopage": "--batch-invariant"} if batch_invariant else {}), busy)
     show_header(results.header)
     with recorded(json_file, lambda: asdict(results)) as record:
         try:
@@ -221,6 +222,7 @@ def peer_arguments(dtype: str, work: dict[str, list[list[Work]]], setup: Setup) 
     arguments = [str(setup.path), "--device", setup.device, "--dtype", dtype, "--threads", str(setup.threads)]
     arguments += ["--kv-tokens", str(tokens), "--kv-gib", str(kv_gib), "--max-model-len", str(max_model_len)]
     arguments += ["--eager"] if setup.eager else []
+    arguments += ["--batch-invariant"] if setup.batch_invariant else []
     return arguments + (["--quantization", setup.quantization] if setup.quantization else [])
 
 

@@ -84,8 +84,8 @@ def compile_for_cpu(engine: Any, results: dict[str, Any]) -> None:
 
 def load(directory: Path, name: str, threads: int) -> dict[str, float]:
     """Check a compiled file and load it, as an engine does. Returns megabytes and milliseconds."""
-    from nanopage.cpu.aot import CHAIN
     from nanopage.cpu.aot_chain import Chain, Library
+    from nanopage.cpu.aot_parts import CHAIN
     from nanopage.cpu.aot_products import CompiledProduct
     from nanopage.cpu.compiled_files import find_whole
 

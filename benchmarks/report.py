@@ -105,6 +105,7 @@ def describe(engine: Any, what: str, compare: str | None = None) -> dict[str, st
     weights = f", weights {config.quantization}" if config.quantization else ""
     weights += ", dummy weights" if config.load_format == "dummy" else ""
     hardware, gpu = machine_state(engine.capacity.device)
+    scheduling += ", batch-invariant" if config.batch_invariant else ""
     libraries += ["triton"] if engine.capacity.device == "cuda" else []
     return {
         "bench": what,

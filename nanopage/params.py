@@ -122,9 +122,9 @@ class SamplingParams:
         bad_words: strings whose token sequences cannot be completed: the sequences at the beginning of a text, after a
             space and after a line break. A string that begins with white space stands only for itself. Elsewhere, a
             model may spell a word with other tokens. At most 64 tokens each.
-        seed: makes the request's noise independent of what runs beside it. In dtypes smaller than
-            float64, logits round differently in batches of other sizes, and near-ties can fall either way. None draws
-            from the engine's seed.
+        seed: makes the request's noise independent of what runs beside it. In dtypes smaller than float64, logits round
+            differently in batches of other sizes, and near-ties can fall either way, unless the engine has
+            `batch_invariant`. None draws from the engine's seed.
         max_tokens: most output tokens; None means up to the model's length.
         min_tokens: no end-of-sequence, stop token or stop string before this many output tokens.
         stop: strings that end the output; not part of it unless `include_stop_str_in_output`. The string that ends

@@ -29,6 +29,7 @@ def make(options: Options):
         dtype=options.dtype,
         device=options.device,
         enforce_eager=options.eager,
+        batch_invariant=options.batch_invariant,
         quantization=options.quantization,
         kv_cache_gib=options.kv_gib,
         max_model_len=options.max_model_len,

@@ -42,6 +42,7 @@ class Options:
     compiled: bool  # nanopage only: compile everything before the first answer, unless eager
     quantization: str | None  # of the weights: "int8" or "int4", for the engines in compare.WITH_QUANTIZATION
     draft_tokens: int = 0  # most tokens of a draft found in the context, for the engines in speculation.PEERS; 0: none
+    batch_invariant: bool = False  # nanopage only: as in EngineConfig
 
 
 @dataclass
@@ -130,6 +131,7 @@ def serve(
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--quantization", choices=["int8", "int4"])
     parser.add_argument("--draft-tokens", type=int, default=0)
     parser.add_argument("--prepare", action="store_true")

@@ -107,6 +107,8 @@ class EngineConfig:
             module with paged attention (see docs/transformers.md). "auto" is nanopage where a family fits, and
             otherwise transformers.
         seed: for requests without a seed of their own.
+        batch_invariant: the tokens and log-probabilities of a request do not depend on what runs beside it, to the bit,
+            also in float32 and bfloat16. On a CPU; layers are compiled before the first step (see docs/performance.md).
         runner: "generate" makes text, "pooling" embeddings, classes and scores (see docs/embeddings.md). "auto" is what
             the model is for: pooling for an encoder, and where config.json names a model without a language-model head
             or modules.json is there; otherwise generate.
@@ -157,6 +159,7 @@ class EngineConfig:
     generation_config: Literal["auto", "vllm"] = "auto"
     model_impl: Literal["auto", "nanopage", "transformers"] = "auto"
     seed: int = 0
+    batch_invariant: Flag = False
     runner: Runner = "auto"
     convert: Conversion = "auto"
     pooler_config: dict | None = None
@@ -210,6 +213,9 @@ class EngineConfig:
         sizes = ("kv_cache_gib", "gpu_memory_utilization", "num_gpu_blocks_override")
         if len(sized_by := [name for name in sizes if getattr(self, name) is not None]) > 1:
             yield f"{' and '.join(sized_by)} both set the size of the KV cache: give one"
+        if self.batch_invariant:
+            for option in self.given("enforce_eager", "enable_lora", *SIZES, "distributed_executor_backend"):
+                yield f"batch_invariant=True and {option} exclude each other"
         if self.enable_lora:
             for option in self.given(*SIZES):
                 yield f"enable_lora and {option} exclude each other: give one worker"

@@ -36,6 +36,7 @@ import nanopage
 from nanopage.adapters.layers import lora_buffers
 from nanopage.config.model import ModelConfig
 from nanopage.cpu.aot_chain import Chain, CompiledHead, CompiledLayers, FixedInputs, Layers, Library
+from nanopage.cpu.aot_parts import CHAIN, file_kinds, has_mixer, parts_of
 from nanopage.cpu.compiled_files import LOCK, DamagedFile, find_file, find_whole, may_compile, processor
 from nanopage.files.private_files import cache_directory, check_private, make_private
 from nanopage.kernels.grouped_attention import GroupedAttention
@@ -44,7 +45,6 @@ from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of
 from nanopage.recurrent.states import state_of
 from nanopage.state.kv_cache import KVCache
-from nanopage.state.layer_kinds import STATE
 from nanopage.state.sequence_table import SequenceTable
 from nanopage.step import Batch
 from nanopage.worker.eager import Output, head_of, prepare, run_model
@@ -52,23 +52,6 @@ from nanopage.worker.prompt_outputs import wants_prompt_logprobs
 
 logger = logging.getLogger("nanopage")
 
-# What is compiled, in this order:
-#   chain   aot_chain.cpp with cpu/flash_attention.cpp: attention, and the calls of the other parts
-#   before  a layer up to the write to the cache
-#   after   a layer after its attention
-#   mixer   a whole layer with a state
-#   head    the last norm and the head; for a single row, also the token with the largest logit
-# All but the chain are compiled for two kinds of steps, by the number of rows that they compute:
-#   one     a single row
-#   many    any number of rows; without weights in tiles, the model's own norm and head then run instead
-# In these steps, a layer with a state computes a token of each sequence. Its code for sequences with several tokens:
-#   prompts
-# Layers with slots for adapters are also compiled for two more kinds of steps, where a row has an adapter:
-#   adapted-one, adapted-many
-# Where only some layers have experts, PLAIN follows the names of the parts of the others. CROSS follows those of layers
-# that attend to all positions of an encoder, which are in one block. Their window is STATE: they see all keys.
-PLAIN, CROSS = "-plain", "-cross"
-CHAIN = "chain.so"
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
 
 
@@ -87,8 +70,12 @@ class Compiled:
         dtype: the dtype of weights and activations, float32 or bfloat16 (see cpu/packed_linear.py).
         tiled: whether the weights are in tiles (cpu/tiled.py). The code is the same for all kinds of tiles. The weights
             of experts are always in tiles (cpu/tiled_experts.py).
+        invariant: whether a row of a step must not depend on the rows beside it (`batch_invariant`). The weights must
+            be in tiles. What is missing is then compiled here, because eager steps depend on them.
 
-    Raises: ValueError if NANOPAGE_COMPILE is set to anything but "never".
+    Raises:
+        ValueError: NANOPAGE_COMPILE is set to anything but "never".
+        RuntimeError: as `compile`.
     """
 
     def __init__(
@@ -99,6 +86,7 @@ class Compiled:
         config: ModelConfig,
         dtype: torch.dtype,
         tiled: bool = False,
+        invariant: bool = False,
     ):
         self.model, self.kv_cache, self.table, self.config = model, kv_cache, table, config
         self.spec: dict[str, Any] = {
@@ -108,9 +96,10 @@ class Compiled:
             "block_size": kv_cache.block_size,
             "tiled": tiled,
             "adapted": table.adapter_slots is not None,
+            "invariant": invariant,
             "threads": torch.get_num_threads(),  # the compiled loops are divided among them
         }
-        self.files = file_kinds(config, tiled, self.spec["adapted"])
+        self.files = file_kinds(config, tiled, self.spec["adapted"], invariant)
         self.directory = cache_directory() / "compiled" / _key(config, self.spec)
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
@@ -120,6 +109,12 @@ class Compiled:
         self._damaged: set[str] = set()  # names of parts whose files were damaged
         self.may_compile = may_compile()
         self._load_if_ready()
+        if invariant and self.layers is None:
+            logger.info("batch_invariant=True: the model's layers are compiled first, which takes half a minute")
+            try:
+                self.compile()
+            except RuntimeError as error:
+                raise RuntimeError(f"batch_invariant=True runs no step eagerly, and {error}") from None
 
     def fits(self, batch: Batch) -> bool:
         if self.layers is None and batch.idle:
@@ -132,7 +127,7 @@ class Compiled:
         input_ids, step = prepare(batch, self.table, self.kv_cache)
         if self.config.encoded_positions:
             step.attentions = [attention_to_encoded(attention) for attention in step.attentions]
-        if self.head is not None and self._is_one_decode(batch):
+        if self.head is not None and self.head.of_one is not None and self._is_one_decode(batch):
             return self._decode_one(batch, input_ids, step, self.head)
         return run_model(self._forward, batch, input_ids, step, self.table, self.head or head_of(self.model))
 
@@ -167,7 +162,7 @@ class Compiled:
             raise RuntimeError("NANOPAGE_COMPILE=never: the decoder layer is not compiled")
         try:
             while self.layers is None and not self._given_up:  # a second time if a file is damaged
-                self.start()
+                self._start(in_background=False)
                 if on_progress is not None:
                     made = [name for name in self.files if find_file(self.directory, name) is not None]
                     on_progress(len(made), len(self.files))
@@ -190,11 +185,21 @@ class Compiled:
         return False
 
     def start(self) -> None:
-        """Start the process that compiles, if it is needed and allowed, unless another process compiles the same."""
+        """Start compiling in the background, if it is needed and allowed, unless another process compiles the same."""
+        if self._start(in_background=True):
+            told = {"for_user": True}  # chat.py shows it, too
+            logger.info(
+                "the first replies are slow: the model's layers are being compiled for this CPU, in the background. "
+                "After that, SmolLM2-135M-Instruct decoded three times as fast (91 instead of 30 tokens/s on 2 cores)",
+                extra=told,
+            )
+
+    def _start(self, in_background: bool) -> bool:
+        """Start the process that compiles, if need be. Returns whether it has been started."""
         if self.layers is not None or not self.may_compile or self._process is not None or self._given_up:
-            return
+            return False
         if self.ready():
-            return
+            return False
         try:
             make_private(self.directory)
             with FileLock(self.directory / LOCK, mode=0o600, blocking=False):
@@ -203,20 +208,17 @@ class Compiled:
                         old.unlink(missing_ok=True)
             self._process = self._spawn()
         except Timeout:
-            return
+            return False
         except OSError as error:
             self._give_up(f"the decoder layer cannot be compiled: {error}")
-            return
-        if hasattr(os, "SCHED_IDLE"):  # Linux: it runs only when the CPU is idle, from its first import on
-            with contextlib.suppress(OSError):  # some containers forbid this; the process also calls nice
-                os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+            return False
+        if in_background:  # it runs only when the CPU is idle, from its first import on
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # because some systems have no SCHED_IDLE
+            if hasattr(os, "SCHED_IDLE"):  # Linux
+                with contextlib.suppress(OSError):  # some containers forbid this
+                    os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         atexit.register(_say_that_it_goes_on, self._process)
-        told = {"for_user": True}  # chat.py shows it, too
-        logger.info(
-            "the first replies are slow: the model's layers are being compiled for this CPU, in the background. After "
-            "that, SmolLM2-135M-Instruct decoded three times as fast (91 instead of 30 tokens/s on two cores)",
-            extra=told,
-        )
+        return True
 
     def _spawn(self) -> subprocess.Popen:
         descriptor, log = tempfile.mkstemp(dir=self.directory, prefix="log-")
@@ -271,7 +273,7 @@ class Compiled:
             pairs = zip(caches, modules, strict=True)
             return [FixedInputs([cache, *tensors_of(layer).values()]) for cache, layer in pairs]
 
-        inputs = dict.fromkeys(("one", "many"), fixed(own_tensors_of))
+        inputs = dict.fromkeys(("many",) if self.spec["invariant"] else ("one", "many"), fixed(own_tensors_of))
         if self.spec["adapted"]:
             inputs |= dict.fromkeys(("adapted-one", "adapted-many"), fixed(tensors_of))
         layers = {}
@@ -334,11 +336,6 @@ def own_tensors_of(layer: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors_of(layer).items() if id(tensor) not in adapters}
 
 
-def has_mixer(config: ModelConfig, index: int) -> bool:
-    """Whether a layer has a state in place of attention. K and V of an encoder's positions are a state, too."""
-    return config.sliding_windows[index] == STATE and not config.encoded_positions
-
-
 def attention_to_encoded(attention: Any) -> Any:
     """The attention of layers that see all positions of an encoder, in place of StatePages: one that compiled code
     knows. Other attention is returned as it is."""
@@ -347,31 +344,6 @@ def attention_to_encoded(attention: Any) -> Any:
     counts, encoded = torch.from_numpy(attention.counts), torch.from_numpy(attention.encoded)
     blocks = attention.targets.repeat_interleave(counts)  # in place of slots: nothing is written
     return GroupedAttention(blocks, attention.targets[:, None], counts, encoded)
-
-
-def parts_of(config: ModelConfig, index: int) -> list[str]:
-    """The parts of a layer, in the order in which they run."""
-    parts = ["mixer"] if has_mixer(config, index) else ["before", "after"]
-    if config.sliding_windows[index] == STATE and config.encoded_positions:
-        return [part + CROSS for part in parts]
-    if config.experts is None or config.experts.layers[index]:
-        return parts
-    return [part + PLAIN for part in parts]
-
-
-def file_kinds(config: ModelConfig, tiled: bool, adapted: bool) -> dict[str, tuple[str, str]]:
-    """The files to compile, in the order of their use: name -> (part, kind).
-
-    Args: tiled: whether weights are in tiles. adapted: whether layers have slots for adapters.
-    """
-    layers = list(dict.fromkeys(part for index in range(config.num_layers) for part in parts_of(config, index)))
-    kinds = [(part, "one") for part in (*layers, "head")] + [(part, "many") for part in layers]
-    if tiled:
-        kinds += [("head", "many")]
-    kinds += [(part, "prompts") for part in layers if part.startswith("mixer")]
-    if adapted:
-        kinds += [(part, f"adapted-{kind}") for kind in ("one", "many") for part in layers]
-    return {CHAIN: ("chain", "")} | {f"{part}-{kind}.so": (part, kind) for part, kind in kinds}
 
 
 def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
@@ -390,7 +362,12 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     if config.experts is not None:
         sizes["experts"] = asdict(config.experts) | {"layers": None}  # names of files say it
     parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]
-    parts += [spec["threads"], spec["tiled"], sorted((name, repr(value)) for name, value in sizes.items())]
+    parts += [
+        spec["threads"],
+        spec["tiled"],
+        spec["invariant"],
+        sorted((name, repr(value)) for name, value in sizes.items()),
+    ]
     digest = hashlib.sha256(repr(parts).encode())
     for source in sources:
         digest.update(source.read_bytes())

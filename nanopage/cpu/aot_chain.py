@@ -11,6 +11,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_void_p, pointer, py_object
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,8 @@ class CompiledLayers:
     called by themselves: once for the sequences with a single token, and once for the others. They run eagerly if the
     others are short.
 
+    With `batch_invariant`, there are no functions for a single row: such a row is computed twice.
+
     Args:
         layers: by the kind of step, by rows and adapters.
         prompts: of each layer with a state, its function for sequences with several tokens.
@@ -259,6 +262,17 @@ class CompiledLayers:
     def __call__(self, x: Tensor, step: StepContext) -> Tensor:
         """Run all layers on x [T, hidden_size]. Returns: the output of the last layer, for the rows that the step
         keeps."""
+        if "one" in self.layers:
+            return self._run_all(x, step)
+        num_kept = len(x if step.rows is None else step.rows)
+        if len(x) == 1:
+            x, step = _double(x), _double_step(step)
+        elif num_kept == 1 and step.rows is not None:
+            step = replace(step, rows=_double(step.rows))
+        return self._run_all(x, step)[:num_kept]
+
+    def _run_all(self, x: Tensor, step: StepContext) -> Tensor:
+        """As `__call__`, for numbers of rows that there are functions for."""
         if all(places_of(attention).shape[0] == x.shape[0] for attention in step.attentions):
             return self._run(range(len(self.modules)), x, step)
         for has_state, run in groupby(range(len(self.modules)), self.have_state.__getitem__):
@@ -303,6 +317,20 @@ class CompiledLayers:
         return self.layers[kind if step.adapters is None else f"adapted-{kind}"]
 
 
+def _double_step(step: StepContext) -> StepContext:
+    """A step of a single token, as one of two sequences that are the same. Both write the same to the same slots."""
+    attentions = [
+        GroupedAttention(*map(_double, (each.slot_mapping, each.block_tables, each.query_lens, each.seq_lens)))
+        for each in step.attentions
+    ]
+    rotations = [(_double(cos), _double(sin)) for cos, sin in step.rotations]
+    return replace(step, positions=_double(step.positions), attentions=attentions, rotations=rotations, rows=None)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return torch.cat((tensor, tensor))
+
+
 def places_of(attention: Any) -> Tensor:
     """Where the K and V of each token go, or, of layers with a state, where the state of each sequence is."""
     return attention.slot_mapping if isinstance(attention, GroupedAttention) else attention.sources
@@ -318,10 +346,12 @@ class CompiledHead:
 
     def __init__(self, chain: Chain, libraries: dict[tuple[str, str], Library], fixed: FixedInputs, model: Decoder):
         self.chain, self.fixed, self.model = chain, fixed, model
-        self.of_one, self.of_many = libraries["head", "one"], libraries.get(("head", "many"))
+        self.of_one, self.of_many = libraries.get(("head", "one")), libraries.get(("head", "many"))
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size]"""
+        if len(hidden) == 1 and self.of_one is None:  # as in CompiledLayers
+            return self(_double(hidden))[:1]
         if len(hidden) == 1:
             return self.of_one_row(hidden)[0]
         if self.of_many is None:
@@ -330,6 +360,7 @@ class CompiledHead:
 
     def of_one_row(self, hidden: Tensor) -> list[Tensor]:
         """hidden [1, hidden_size] -> logits [1, vocab_size] and their `argmax`, int64 [1]."""
+        assert self.of_one is not None
         return self.chain.call(self.of_one, self.fixed, hidden, num_outputs=2)
 
 

@@ -1,6 +1,6 @@
 """Compiles decoder layers ahead of time. `aot.py` runs `python -m nanopage.cpu.aot_compile SPEC DIRECTORY LOG`.
 
-Each part of a layer (see the beginning of `aot.py`) is exported as a function of its inputs and weights, and compiled
+Each part of a layer (see `aot_parts.py`) is exported as a function of its inputs and weights, and compiled
 to a file. Several parts are compiled at the same time, in processes of their own.
 """
 
@@ -32,7 +32,8 @@ from nanopage.adapters.layers import Running
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.config.model import ModelConfig
 from nanopage.cpu import lora  # noqa: F401 (registers an operator)
-from nanopage.cpu.aot import CROSS, PLAIN, TIME_LIMIT, file_kinds, tensors_of
+from nanopage.cpu.aot import TIME_LIMIT, tensors_of
+from nanopage.cpu.aot_parts import CROSS, PLAIN, file_kinds
 from nanopage.cpu.compiled_files import LOCK, find_file
 from nanopage.cpu.packed import PackedRowWeight, PackedWeight, pack
 from nanopage.cpu.packed_linear import TILE, matvec, tile_width
@@ -215,9 +216,9 @@ def _export(module: nn.Module, inputs: list[Any], dims: list[Any], file: Path, o
 
 
 def attention_constants(
-    config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int
+    config: ModelConfig, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, invariant: bool = False
 ) -> dict[str, int | str]:
-    """What flash_attention.cpp is compiled for."""
+    """What flash_attention.cpp is compiled for. Args: invariant: as in `aot.Compiled`."""
     stored = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}
     return {
         "HEAD_DIM": config.head_dim,
@@ -228,6 +229,7 @@ def attention_constants(
         "SOFTCAP": repr(config.attention_softcap),
         "KV_CACHE": "Stored" if kv_dtype == dtype else stored[kv_dtype],
         "MOST_KINDS": MOST_KINDS,
+        "BATCH_INVARIANT": int(invariant),
         **product_constants(dtype),
     }
 
@@ -247,12 +249,11 @@ def main(spec: dict[str, Any], directory: Path, make: Callable[..., Any] | None 
     timer = threading.Timer(TIME_LIMIT, _give_up)
     timer.daemon = True
     timer.start()
-    os.nice(19)  # because some systems have no SCHED_IDLE
     config = msgspec.json.decode(spec["config"], type=ModelConfig)
     with FileLock(directory / LOCK):
         for stale in directory.glob(f"{SCRATCH}*"):  # left by a process that was killed
             shutil.rmtree(stale, ignore_errors=True)
-        names = file_kinds(config, spec["tiled"], spec["adapted"])
+        names = file_kinds(config, spec["tiled"], spec["adapted"], spec["invariant"])
         missing = [name for name in names if find_file(directory, name) is None]
         if not missing:
             return {}
@@ -297,12 +298,13 @@ def make_part(spec: dict[str, Any], config: ModelConfig, directory: Path, name: 
     """Compile one part. Runs in a forked process."""
     torch.set_num_threads(spec["threads"])
     dtype, kv_dtype, tiled = getattr(torch, spec["dtype"]), getattr(torch, spec["kv_dtype"]), spec["tiled"]
-    part, kind = file_kinds(config, tiled, spec["adapted"])[name]
+    part, kind = file_kinds(config, tiled, spec["adapted"], spec["invariant"])[name]
     has_state, has_experts = part == "mixer" or part.endswith(CROSS), not part.endswith(PLAIN)
     part = part.removesuffix(PLAIN).removesuffix(CROSS)
     adapted, kind = kind.startswith("adapted-"), kind.removeprefix("adapted-")
     if part == "chain":
-        compile_chain(attention_constants(config, dtype, kv_dtype, spec["block_size"]), directory / name)
+        constants = attention_constants(config, dtype, kv_dtype, spec["block_size"], spec["invariant"])
+        compile_chain(constants, directory / name)
         return
     # Inductor uses the number of rows to decide which loops are worth several threads.
     num_rows = {"one": 1, "many": 90, "prompts": 90}[kind]

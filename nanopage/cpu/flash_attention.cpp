@@ -10,8 +10,10 @@
 // cross the ends of pages. Several queries share a copy that is packed for products.
 //
 // The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, SCALE (of the
-// products of q and k), SOFTCAP (0: none; see layers/attention.py), BFLOAT16 (see registers.h), and KV_CACHE, the type
-// of K and V in the cache: Stored, or, where activations are float32, Bfloat16 or Float16.
+// products of q and k), SOFTCAP (0: none; see layers/attention.py), BFLOAT16 (see registers.h), KV_CACHE, the type of K
+// and V in the cache: Stored, or, where activations are float32, Bfloat16 or Float16; and BATCH_INVARIANT (1: splits,
+// whose ends depend on the other sequences and the threads, are not made. A query then adds up its keys in the same
+// order, by itself or beside other queries of its sequence).
 
 #include <omp.h>
 
@@ -163,8 +165,9 @@ void softmax(Scratch& scratch, int begin, int rows, Seen seen) {
             for (int j = 0; j < DIMS / LANES; j++) ((Floats*)scratch.out[i])[j] *= factor;
             scratch.largest[i] = largest;
         }
+        const Floats shift = Floats{} - scratch.largest[i];
         for (int j = 0; j < KEY_COLUMNS / LANES; j++) {
-            const Floats weight = power_of_two(scores[j] * scale - scratch.largest[i]);
+            const Floats weight = power_of_two(fused(scores[j], Floats{} + scale, shift));
             scratch.total[i] += weight;
             store(scratch.weights[i] + j * LANES, weight);
         }
@@ -354,7 +357,8 @@ struct Work {
         // a block are adjacent in memory, so a piece has all heads unless that leaves too few pieces.
         int64_t keys_alone = 0;
         for (int64_t i = 0; i < step.num_sequences; i++)
-            if (step.query_lens[i] == 1) keys_alone += step.seq_lens[i] - first_of(step.seq_lens[i] - 1);
+            if (step.query_lens[i] == 1)
+                keys_alone += BATCH_INVARIANT ? KEYS : step.seq_lens[i] - first_of(step.seq_lens[i] - 1);
         const int64_t share = keys_alone * NUM_KV_HEADS / (PIECES * omp_get_num_threads());
         const int64_t most_heads = IN_PLACE ? std::min(NUM_KV_HEADS, TILE_QUERIES) : 1;
         const int heads_at_once = std::clamp<int64_t>(share / KEYS, 1, most_heads);
@@ -369,7 +373,7 @@ struct Work {
                 const int64_t end = std::min(seen, sequence.num_keys);
                 const int64_t first = first_of(position);
                 const bool alone = sequence.num_queries == 1;
-                const int64_t length = alone ? length_alone : end - first;
+                const int64_t length = alone && !BATCH_INVARIANT ? length_alone : end - first;
                 const int num_splits = (end - first + length - 1) / length;
                 for (int head = 0; head < NUM_KV_HEADS; head += alone ? heads_at_once : 1) {
                     const int num_heads = alone ? std::min(heads_at_once, NUM_KV_HEADS - head) : 1;

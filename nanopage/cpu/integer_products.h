@@ -183,8 +183,10 @@ void multiply_integer_rows(const Quantized<Format::GROUP>& x, int64_t row, const
                 const Floats offset = Format::OFFSET ? widen(from + TILE) : Floats{};
                 for (int i = 0; i < N; i++) {
                     const Floats sum = __builtin_convertvector(sums[i][j], Floats);
-                    totals[i][j] += (Format::SCALED ? sum * scale : sum) * groups[i][group].scale;
-                    if constexpr (Format::OFFSET) totals[i][j] -= offset * groups[i][group].sum;
+                    const Floats scaled = Format::SCALED ? sum * scale : sum;
+                    totals[i][j] = fused(scaled, groups[i][group].scale - Floats{}, totals[i][j]);
+                    if constexpr (Format::OFFSET)
+                        totals[i][j] = fused(offset, -groups[i][group].sum - Floats{}, totals[i][j]);
                 }
             }
         }

@@ -91,13 +91,25 @@ float float_of(uint32_t bits) {
 #endif
 }
 
+// a * b + c, rounded once where the processor can. Written with operators, the compiler would round once or twice as the
+// code around it suggests: a result could depend on how many rows are computed at once.
+[[maybe_unused]] Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 // 2^x. 2^fraction is a polynomial, with a relative error below 3e-7.
 [[maybe_unused]] Floats power_of_two(Floats x) {
     const Floats magic = Floats{} + 0x1.8p23f;  // floats of this size are integers: adding it rounds
     const Floats shifted = x + magic, fraction = x - (shifted - magic);
     Floats power = Floats{} + 1.3298820e-3f;
     for (const float coefficient : {9.6183600e-3f, 5.5503286e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        power = power * fraction + coefficient;
+        power = fused(power, fraction, Floats{} + coefficient);
     const Ints exponent = ((Ints)shifted + 127) << 23;
     return x < -126.0f ? Floats{} : power * (Floats)exponent;
 }
@@ -151,7 +163,9 @@ template <class Number>
 Words words_at(const Number* from, int) {
     return widen(from);
 }
-[[maybe_unused]] Floats multiply_add(Floats sum, Word a, Words b) { return sum + a * b; }
+[[maybe_unused]] Floats multiply_add(Floats sum, Word a, Words b) {
+    return fused(a - Floats{}, b, sum);  // subtracting zeros makes a vector of `a`, and costs nothing
+}
 #endif
 
 [[maybe_unused]] void store(float* to, Floats x) { *(Floats*)to = x; }

@@ -29,9 +29,9 @@ MANY_ROWS = 16  # rows from which on transposing int8 weights pays
 
 
 def tile(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Store a weight [out, in] of any floating type in tiles of int8, bfloat16 or float16.
+    """Store a weight [out, in] of any floating type in tiles of int8 or of a floating type.
 
-    Returns: tiles, and float32 scales [ceil(out / TILE), TILE], which are 1 for 16 bits. Tiles of 16 bits are
+    Returns: tiles, and float32 scales [ceil(out / TILE), TILE], which are 1 for floats. Tiles of floats are
         [ceil(out / TILE), in, TILE]. Tiles of int8 are uint8 [ceil(out / TILE), ceil(in / QUAD), TILE, QUAD], each
         weight plus ZERO. Weights beyond `out` are zero.
     """

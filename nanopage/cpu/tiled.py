@@ -52,8 +52,8 @@ def tile(module: nn.Module, kind: str) -> None:
     """Tile the weight of every Linear in a module, and the embedding's weight if the embedding is tied to one of them.
 
     Args:
-        kind: "int4", "int8", "bfloat16" or "float16". With int4, two kinds of matrices become int8: the head, whose
-            rounding costs the most, and matrices whose number of inputs is not a multiple of INT4_GROUP.
+        kind: "int4", "int8", "bfloat16", "float16" or "float32". With int4, two kinds of matrices become int8: the
+            head, whose rounding costs the most, and matrices whose number of inputs is not a multiple of INT4_GROUP.
     """
     head = getattr(module, "lm_head", None)
 

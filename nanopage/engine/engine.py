@@ -159,9 +159,9 @@ class LLMEngine:
 
         If the batch fails, its requests run again, one at a time. A request that fails alone ends with
         `RequestOutput.error`. The others get the same tokens as without the failure, except for near-ties in dtypes
-        smaller than float64. If a worker has died, every request ends with an error, and `dead_error` says why. After a
-        KeyboardInterrupt, at whatever point, the next call continues with every request. An interrupt in the middle of
-        a message to a worker process counts as the worker's death.
+        smaller than float64 without `batch_invariant`. If a worker has died, every request ends with an error, and
+        `dead_error` says why. After a KeyboardInterrupt, at whatever point, the next call continues with every request.
+        An interrupt in the middle of a message to a worker process counts as the worker's death.
 
         At the end, `step` calls each of `listeners` with the StepStats. A listener must not call `step` or `generate`,
         change `listeners`, or block. If one raises, the later ones miss this step. The step itself is complete, and the

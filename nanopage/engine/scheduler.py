@@ -20,7 +20,7 @@ another one out.
 Progress is certain. No group can outgrow the pool (the engine refuses such requests), so the first in order can always
 run by preempting the others. Without `arrange`, no group is admitted before an older one of its priority. A group of a
 lower priority waits for as long as groups of a higher priority keep coming. The output does not depend on any of this,
-except for near-ties in dtypes smaller than float64; the fuzz suite tests that.
+except for near-ties in dtypes smaller than float64 without `batch_invariant`; the fuzz suite tests that.
 
 The plain case is here. The others are in files that are called from here: preemption.py (also for groups that may have
 caused an exception), forks.py (several sequences of a prompt, and beams) and stages.py (groups that sit a step out).

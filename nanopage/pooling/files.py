@@ -22,6 +22,7 @@ MODES = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
 # Options of EngineConfig that pooling does not work with, and options that an encoder has no use for. Any value but the
 # default is refused.
 NOT_FOR_POOLING = (
+    "batch_invariant",
     "speculative_config",
     "enable_lora",
     "enable_prompt_embeds",

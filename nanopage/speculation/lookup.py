@@ -9,7 +9,7 @@ first sample that differs is still right, because it depends only on the tokens 
 
 So the output is exactly the output without drafts, even with seeds, because the noise of a token depends only on the
 seed, the position and the token id. (In dtypes smaller than float64, rounding depends on the number of rows of a step,
-as it does without drafts, and near-ties can fall either way.)
+as it does without drafts, and near-ties can fall either way, unless the engine has `batch_invariant`.)
 
 A draft costs time whether it is right or not. `DraftGains.choose` takes the drafts that promise to save the most time:
 

@@ -35,6 +35,7 @@ from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
 from nanopage.pooling.encode import Encode
 from nanopage.standby.worker import WorkerStandby
+from nanopage.startup.invariant import why_not_invariant
 from nanopage.startup.options import refused
 from nanopage.state.layer_kinds import LayerKinds, divide_layers
 from nanopage.step import Capacity
@@ -62,7 +63,10 @@ def set_up(config: EngineConfig, model_config: ModelConfig, part: Part, path: Pa
     if why:
         logger.info(why)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, config.dtype, model_config.dtype, dtype, device)
-    return Setup(config, model_config, part.config(model_config), kinds, longest, path, device, dtype, kv_dtype)
+    setup = Setup(config, model_config, part.config(model_config), kinds, longest, path, device, dtype, kv_dtype)
+    if config.batch_invariant and (why := why_not_invariant(setup)):
+        raise ValueError(f"batch_invariant=True does not work with {path}: {why}")
+    return setup
 
 
 def build_worker(
@@ -129,7 +133,10 @@ def build_worker(
             warn_of_slow_options(config, model_config, model.layers[0], setup.dtype, product)
         tiled = wings.stored_as is not None
         compiled = partial(Compiled, model, config=setup.part, dtype=setup.dtype, tiled=tiled)
-        wings.compiled = why_eager(setup, model) or compiled
+        why = why_eager(setup, model)
+        if config.batch_invariant and why:
+            raise ValueError(f"batch_invariant=True does not work with {path}: steps would run {why}")
+        wings.compiled = why or partial(compiled, invariant=config.batch_invariant)
     worker = Worker(setup, model, wings, agree)
     if model_config.architecture == WHISPER and model_config.vocab_size > NUM_TIMESTAMPS:
         worker.runner.sampler = TranscriptSampler(worker.runner.table, worker.runner.sampler.sample_all)

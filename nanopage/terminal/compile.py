@@ -9,7 +9,7 @@ from nanopage.terminal.text import say
 from nanopage.vllm.engine_args import takes_engine_options
 
 
-@takes_engine_options("dtype", "quantization", "block_size", "enable_lora")
+@takes_engine_options("dtype", "quantization", "block_size", "enable_lora", "batch_invariant")
 def compile_layers(
     model: Annotated[
         str | None, typer.Argument(help="Directory, .gguf file or hub id [default: SmolLM2-135M-Instruct].")
@@ -19,8 +19,8 @@ def compile_layers(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engine's log and tracebacks.")] = False,
 ) -> None:
     """Compile the layers of a model for this CPU now. Engines with the same dtype, quantization, block size and number
-    of threads (OMP_NUM_THREADS) then use them from their first token, and engines that enable adapters if --enable-lora
-    was given."""
+    of threads (OMP_NUM_THREADS) then use them from their first token, engines that enable adapters if --enable-lora was
+    given, and engines with batch_invariant if --batch-invariant was given."""
 
     def work() -> int:
         from rich.console import Console
@@ -47,7 +47,10 @@ def compile_layers(
         if worker.compiled is None:
             raise ValueError(f"nothing to compile: steps run {worker.way}")
         if worker.compiled.layers is not None:
-            say(f"already compiled: {worker.compiled.directory}")
+            word = (
+                "compiled" if switches["batch_invariant"] else "already compiled"
+            )  # such an engine compiles when built
+            say(f"{word}: {worker.compiled.directory}")
             return 0
         columns = (TextColumn("Compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:

@@ -3,6 +3,7 @@ the integers that a checkpoint has.
 
 floats                 as they are; on a CPU in oneDNN's layout (cpu/packed.py)
 16 bits                on a CPU that computes in float32, in tiles (cpu/tiled.py)
+floats in tiles        on a CPU with `batch_invariant`: oneDNN divides products by their number of rows
 fewer bits             rounded as `quantization` says; on a CPU in tiles, on a GPU as in quantization/quantized.py
 the checkpoint's own   integers of a .gguf file or of a quantized checkpoint, which the loader places as they are
 """
@@ -52,12 +53,15 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
     halves = setup.dtype == torch.float32 and model_config.dtype in ("bfloat16", "float16")
     compiles = can_pack(setup.dtype) and not config.enforce_eager
     product = None
-    if compiles and (blocks or halves or config.quantize_to or joins_experts(setup)):
+    if compiles and (blocks or halves or config.quantize_to or config.batch_invariant or joins_experts(setup)):
         product = tile_product(setup.dtype)
+    if product is None and config.batch_invariant:
+        raise RuntimeError("batch_invariant=True needs products that are compiled: the log says why they are not")
     if blocks and product is not None:
         return BLOCKS, product
     # Without a compiled product, every step would widen the 16 bits anew, which takes longer than reading 32.
-    return config.quantize_to or (model_config.dtype if halves and product is not None else None), product
+    floats = str(setup.dtype).removeprefix("torch.") if config.batch_invariant else None
+    return config.quantize_to or (model_config.dtype if halves and product is not None else floats), product
 
 
 def joins_experts(setup: Setup) -> bool:
@@ -79,7 +83,8 @@ def store(setup: Setup, model: Decoder, kind: str | None, product: CompiledProdu
         return kind, None
     if kind == "float16" and setup.config.load_format != "dummy" and not has_only_float16(model):
         # config.json says float16, but the file has other numbers
-        kind, product = None, product if joins_experts(setup) else None
+        kind = "float32" if setup.config.batch_invariant else None
+        product = product if kind or joins_experts(setup) else None
     if kind == BLOCKS:  # the head is usually not quantized; products in bfloat16 do not read float16
         exact = setup.dtype != torch.bfloat16 and has_only_float16(model)
         tile(model, "float16" if exact else "bfloat16")

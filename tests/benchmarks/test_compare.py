@@ -518,6 +518,8 @@ def test_nanopage_compiles_first_only_if_it_is_told_to(model):
     nanopage_peer.make(options)
     with pytest.raises(RuntimeError, match="NANOPAGE_COMPILE=never"):  # as the tests set it
         nanopage_peer.make(replace(options, compiled=True))
+    with pytest.raises(RuntimeError, match="batch_invariant=True"):
+        nanopage_peer.make(replace(options, batch_invariant=True))
 
 
 def test_questions_go_through_the_chat_template(model, tmp_path):
@@ -598,6 +600,7 @@ def test_an_engine_that_dies_is_named_and_the_others_go_on(model, tmp_path):
         (["--quantization", "int3"], "int3"),
         (["--quantization", "int8", "--engines", "nanopage,vllm"], "'vllm' is not one of the engines with"),
         (["--isa", "avx512"], "'avx512' is not one of: avx2"),
+        (["--eager", "--batch-invariant"], "batch_invariant=True"),
         (["--device", "cuda"], "--device: device='cuda': torch sees no CUDA device"),
         (["--device", "tpu"], "tpu"),
         (["--threads", "0"], "--threads"),

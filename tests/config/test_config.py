@@ -105,6 +105,7 @@ OTHER_SIZES = (
 RERANKER = {"architectures": ["QForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
 LONGER = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1e6, "max_position_embeddings": 512}
 FLAGS = ["enable_prompt_embeds", "enable_prompt_adapter", "enable_prefix_caching", "enforce_eager", "enable_lora"]
+FLAGS += ["batch_invariant"]
 EXPERTS = "enable_expert_parallel"
 
 CHOICES = {

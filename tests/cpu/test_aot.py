@@ -41,7 +41,7 @@ from nanopage.__main__ import app
 from nanopage.adapters.model import AdaptedDecoder
 from nanopage.build import build_engine
 from nanopage.config.model import ModelConfig
-from nanopage.cpu import aot, aot_chain, aot_compile
+from nanopage.cpu import aot, aot_chain, aot_compile, aot_parts
 from nanopage.cpu.compiled_files import LOCK, digest, find_file
 from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
@@ -913,13 +913,13 @@ def test_a_file_that_is_damaged_again_is_left_alone(model, copy, monkeypatch, ca
 
 
 @pytest.mark.parametrize("content", ["no library", "a library without these functions"])
-@pytest.mark.parametrize("name", [ONE, aot.CHAIN])
+@pytest.mark.parametrize("name", [ONE, aot_parts.CHAIN])
 def test_code_that_cannot_be_loaded_leaves_the_engine_eager(model, copy, caplog, name, content):
     """As on a file system that is mounted without permission to execute, or with another version of torch."""
     expected = run(engine_of(model, enforce_eager=True))
     file, other = (
         find_file(copy, name),
-        find_file(copy, aot.CHAIN if name == ONE else ONE),
+        find_file(copy, aot_parts.CHAIN if name == ONE else ONE),
     )
     file.write_bytes(b"no library" if content == "no library" else other.read_bytes())
     file.rename(file.with_name(name.replace(".so", f".{digest(file)}.so")))

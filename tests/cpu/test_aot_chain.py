@@ -45,10 +45,9 @@ NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 2, 4, 8
 def chain(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chain")
     constants = {"HEAD_DIM": HEAD_DIM, "NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": 1, "BLOCK_SIZE": BLOCK_SIZE}
-    constants |= {"SCALE": "0.5", "SOFTCAP": "0.0"}
-    aot_compile.compile_chain(
-        constants | {"BFLOAT16": 0, "KV_CACHE": "Stored", "MOST_KINDS": MOST_KINDS}, directory / "chain.so"
-    )
+    constants |= {"SCALE": "0.5", "SOFTCAP": "0.0", "BFLOAT16": 0, "KV_CACHE": "Stored"}
+    constants |= {"MOST_KINDS": MOST_KINDS, "BATCH_INVARIANT": 0}
+    aot_compile.compile_chain(constants, directory / "chain.so")
     (file,) = directory.glob("chain.*.so")
     return Chain(file)
 

@@ -125,3 +125,19 @@ def test_nan_reaches_the_output_of_its_own_sequence_only(made):
     out = attend(chain, pool, [pool.random(14, KV_HEADS * group, pool.head_dim)], query_lens, None)
     assert out[1].isnan().all()
     assert out[0].isfinite().all() and out[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("block_size", [4, 16])  # only pages of 16 are read in place
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_a_query_does_not_depend_on_the_queries_beside_it(dtype, block_size, tmp_path):
+    """To the bit, without splits: the last queries of a sequence by themselves, in chunks, beside another sequence."""
+    constants = aot_compile.attention_constants(ModelSizes(64, 1, 3, None, 0.0), dtype, dtype, block_size, True)
+    aot_compile.compile_chain(constants, tmp_path / "chain.so")
+    chain, pool = Chain(*tmp_path.glob("chain.*.so")), Pool(1, 64, block_size, dtype, 600)
+    (index, other), length = (pool.add(1500), pool.add(700)), 1500
+    q, q_other = pool.random(length, 3, 64), pool.random(1, 3, 64)
+    for window in (None, 100):
+        whole = attend(chain, pool, [q], {index: length}, window)
+        for count in (1, 2, 31, 33, 700):
+            out = attend(chain, pool, [torch.cat((q[-count:], q_other))], {index: count, other: 1}, window)
+            assert torch.equal(out[:-1], whole[-count:])

@@ -99,6 +99,23 @@ def test_products_with_blocks_equal_the_plain_ones(made, bits, group, offset, nu
     assert ((out.double() - exact).abs() <= 1e-6 * size + (2**-8 * exact.abs() if dtype == torch.bfloat16 else 0)).all()
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.int8, *BLOCKS], ids=str)
+def test_a_row_does_not_depend_on_the_rows_beside_it(made, weights):
+    """To the bit."""
+    dtype, products = made
+    if (weights, dtype) == (torch.float32, torch.bfloat16):
+        pytest.skip("weights are bfloat16 beside activations in bfloat16")
+    if isinstance(weights, tuple):
+        tiles, scales = tile_linear.tile_blocks(random_blocks(*weights, 70, 192))
+    else:
+        tiles, scales = tile_linear.tile(torch.randn(70, 192), weights)
+    x = torch.randn(200, 192).to(dtype)
+    whole = products(x, tiles, scales)
+    for num_rows in (*range(1, 41), 199):
+        assert torch.equal(products(x[:num_rows], tiles, scales), whole[:num_rows])
+        assert torch.equal(products(x[-num_rows:], tiles, scales), whole[-num_rows:])
+
+
 def test_int8_is_within_a_step_of_what_it_stands_for():
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, generator=generator) for size in ((70, 300), (9, 300)))

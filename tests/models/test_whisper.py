@@ -12,7 +12,7 @@ from test_models import all_decoded_together, chunks_and_decodes_mixed, each_alo
 from nanopage import LLM, BeamSearchParams, SamplingParams
 from nanopage.audio.mel import log_mel
 from nanopage.checks.fields import MAX_SIZES
-from nanopage.cpu import aot, aot_chain, aot_compile
+from nanopage.cpu import aot, aot_chain, aot_compile, aot_parts
 from nanopage.cpu.tiled import TiledWeight
 from nanopage.items.encoded import WriteEncoded
 from nanopage.items.items import make_item
@@ -96,7 +96,7 @@ def test_compiled_layers_can_be_exported_for_any_number_of_sequences(tmp_path, m
 
     monkeypatch.setattr(aot_compile, "_export", export)
     made = Hearing(save(tmp_path, tiny_whisper()), random_tokens(LENGTHS), [], compiled)
-    for name in [name for name, (part, _) in made.way.way.files.items() if part.endswith(aot.CROSS)]:
+    for name in [name for name, (part, _) in made.way.way.files.items() if part.endswith(aot_parts.CROSS)]:
         aot_compile.make_part(made.way.way.spec, made.way.way.config, tmp_path, name)
     fixed = {name for name, size in exported.items() if not isinstance(size, torch.SymInt)}
     assert fixed == {"before-cross-one.so", "after-cross-one.so"}
