@@ -71,11 +71,11 @@ class Compiled:
         tiled: whether the weights are in tiles (cpu/tiled.py). The code is the same for all kinds of tiles. The weights
             of experts are always in tiles (cpu/tiled_experts.py).
         invariant: whether a row of a step must not depend on the rows beside it (`batch_invariant`). The weights must
-            be in tiles. What is missing is then compiled here, because eager steps depend on them.
+            be in tiles. Missing code is then compiled here, because no step may run eagerly.
 
     Raises:
         ValueError: NANOPAGE_COMPILE is set to anything but "never".
-        RuntimeError: as `compile`.
+        RuntimeError: as `compile`, if `invariant`.
     """
 
     def __init__(
