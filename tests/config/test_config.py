@@ -59,6 +59,7 @@ PUBLISHED_BILLIONS = {  # parameters; a matrix that is tied counts once
     "Qwen3-14B": 14.768,
     "gemma-3-270m": 0.268,
     "LFM2-350M": 0.3545,
+    "SmolVLM-256M": 0.2565,
     "Mixtral-8x7B": 46.703,
 }
 NAN, INF, HUGE = math.nan, math.inf, 10**400  # HUGE has no float
@@ -1271,7 +1272,7 @@ def test_a_config_for_dummy_weights_has_the_published_size(name):
     parameters = sum(parameter.numel() for parameter in loader.meta_model(config).parameters())
     assert parameters / 1e9 == pytest.approx(PUBLISHED_BILLIONS[name], rel=1e-3)
     assert config.dtype == "bfloat16"
-    ends = {"Qwen3": 151645, "Llama": 128001, "gemma": 1, "Mixtral": 2, "LFM2": 7}
+    ends = {"Qwen3": 151645, "Llama": 128001, "gemma": 1, "Mixtral": 2, "LFM2": 7, "SmolVLM": 49279}
     assert config.eos_token_ids == {ends[name.split("-")[0]]}
     stretched = {"Llama-3.2-1B": 32, "Llama-3.1-8B": 8}
     assert config.rope.rope_type == ("llama3" if name in stretched else "default")
