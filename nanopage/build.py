@@ -115,7 +115,7 @@ def _read_items(
     if config.enable_prompt_embeds:
         readers["prompt_embeds"] = partial(read_embeds, *rows)
     if config.enable_prompt_adapter:
-        readers["prompt_adapter_request"] = SoftPrompts(*rows).read
+        readers["prompt_adapter_request"] = SoftPrompts(config, model_config, rows[1]).read
     if model_config.architecture == WHISPER:
         prompts.needed = "multi_modal_data"
         readers["multi_modal_data"] = partial(read_audio, model_config)

@@ -74,6 +74,7 @@ class Item:
     payload   what an encoder reads
     cost      how much of its encoder's budget for a step it takes, in tokens. With length 0: the positions to attend to
     whole     whether its tokens see each other, so that no chunk of a prompt may cut it
+    given     whether the payload is K and V of its tokens, so that no step computes them. It is then the first item
     """
 
     kind: str
@@ -83,6 +84,7 @@ class Item:
     payload: dict[str, np.ndarray] = field(compare=False)
     cost: int = 0
     whole: bool = False
+    given: bool = False
 
 
 @dataclass(slots=True)

@@ -130,7 +130,7 @@ class InputProcessor:
         token_ids, reasoning = prompt.token_ids, prompt.reasoning
         name, count = "n" if params.best_of is None else "best_of", params.num_sequences
         self.check_size(name, count, len(token_ids), params.max_tokens)
-        if params.prompt_logprobs is not None and any(item.kind == "embeds" for item in prompt.items):
+        if params.prompt_logprobs is not None and any(item.kind in ("embeds", "prefix") for item in prompt.items):
             raise ValueError("prompt_logprobs does not work with embeddings in the prompt: they are no tokens")
         settings = self._settings(params, self._check_tokens(params))
         budget = None if params.thinking_token_budget == -1 else params.thinking_token_budget

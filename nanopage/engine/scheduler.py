@@ -264,7 +264,8 @@ class Scheduler:
             known = leader.keys[: group.shared_len]
             group.marks = manager.prefixes.marks(known, leader.cache_salt, leader.block_hashes)
         needed, free = self.admission.blocks_wanted(group), manager.num_free_blocks
-        leader.num_computed_tokens = cached = manager.allocate(leader.seq_id, prefix, group.shared_len)
+        cached = manager.allocate(leader.seq_id, prefix, group.shared_len)
+        leader.num_computed_tokens = max([cached, *(item.length for item in group.items if item.given)])
         schedule.num_cached_tokens += cached
         if group.metrics.first_scheduled_time is None:
             group.metrics.first_scheduled_time = time.perf_counter()

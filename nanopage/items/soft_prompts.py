@@ -2,6 +2,7 @@
 
 PROMPT_TUNING (Lester et al. 2021) trains the rows themselves, P_TUNING (Liu et al. 2021) a small network that makes
 them. PEFT saves what the network makes, so both are one tensor: `prompt_embeddings` [num_virtual_tokens, hidden_size].
+PREFIX_TUNING trains K and V of all layers instead (items/prefixes.py).
 """
 
 import threading
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanopage.adapters.files import CONFIG, FLOATS, WEIGHTS
 from nanopage.checks.options import Count, check, check_place
+from nanopage.config.model import ModelConfig
+from nanopage.config.options import EngineConfig
 from nanopage.files.model_files import exists, read_json, shown
 from nanopage.files.safetensors_checkpoint import opened, read_whole, stored_bytes
 from nanopage.inputs import Prompt, for_each
@@ -24,11 +27,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-MOST_KEPT = 64  # soft prompts in memory, each some hundred KB
+MOST_KEPT = 64  # soft prompts in memory, each some hundred KB, or some MB with K and V
 TENSOR = "prompt_embeddings"
+PREFIX_TUNING = "PREFIX_TUNING"
 # Fields of adapter_config.json that change the result, with the values that are supported.
 SUPPORTED: dict[str, tuple] = {
-    "peft_type": ("PROMPT_TUNING", "P_TUNING"),
+    "peft_type": ("PROMPT_TUNING", "P_TUNING", PREFIX_TUNING),
     "task_type": ("CAUSAL_LM",),
     "num_transformer_submodules": (1, None),
     "modules_to_save": (None, []),
@@ -39,6 +43,7 @@ KNOWN = {
     *("base_model_name_or_path", "revision", "peft_version", "prompt_tuning_init", "prompt_tuning_init_text"),
     *("tokenizer_name_or_path", "tokenizer_kwargs", "prompt_tuning_init_state_dict_path", "prompt_tuning_init_task"),
     *("encoder_reparameterization_type", "encoder_hidden_size", "encoder_num_layers", "encoder_dropout"),
+    *("prefix_projection", "init_weights"),
 }
 
 
@@ -89,8 +94,8 @@ class SoftPrompts:
     Args: dtype: what the model computes in.
     """
 
-    def __init__(self, hidden_size: int, dtype: "torch.dtype"):
-        self.hidden_size, self.dtype = hidden_size, dtype
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, dtype: "torch.dtype"):
+        self.config, self.model_config, self.dtype = config, model_config, dtype
         self._kept: OrderedDict[int, tuple[PromptAdapterRequest, Item]] = OrderedDict()  # by id
         self._lock = threading.Lock()
 
@@ -113,8 +118,7 @@ class SoftPrompts:
             known, item = self._kept.get(number, (None, None))
             if item is None:
                 try:
-                    rows = read_rows(Path(request.prompt_adapter_local_path).expanduser(), self.hidden_size)
-                    item = embeds_item(TENSOR, rows, self.hidden_size, self.dtype)
+                    item = self._read_item(Path(request.prompt_adapter_local_path).expanduser())
                 except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: "~name" without such a user
                     raise ValueError(f"prompt adapter {name!r}: {error}") from None
                 known = request
@@ -130,13 +134,20 @@ class SoftPrompts:
                 self._kept.popitem(last=False)
         return item
 
+    def _read_item(self, directory: Path) -> Item:
+        from nanopage.items.prefixes import prefix_item, prefix_width  # imports torch
 
-def read_rows(directory: Path, hidden_size: int) -> "Tensor":
-    """The rows of a soft prompt: [num_virtual_tokens, hidden_size], in the file's dtype.
+        kind, length = read_kind(directory)
+        is_prefix = kind == PREFIX_TUNING
+        width = prefix_width(self.config, self.model_config) if is_prefix else self.model_config.hidden_size
+        item = embeds_item(TENSOR, read_rows(directory, (length, width)), width, self.dtype)
+        return prefix_item(item, self.model_config) if is_prefix else item
+
+def read_rows(directory: Path, shape: tuple[int, int]) -> "Tensor":
+    """The rows of a soft prompt, of this shape and in the file's dtype.
 
     Raises: ValueError, OSError naming the file and what is wrong.
     """
-    shape = num_virtual_tokens(directory), hidden_size
     file = directory / WEIGHTS
     if not exists(file):
         raise FileNotFoundError(f"{directory} has no {WEIGHTS}")
@@ -152,8 +163,8 @@ def read_rows(directory: Path, hidden_size: int) -> "Tensor":
         return read_whole(content, stored[0])
 
 
-def num_virtual_tokens(directory: Path) -> int:
-    """The number of rows of a soft prompt, by its adapter_config.json. Raises: as `read_rows`."""
+def read_kind(directory: Path) -> tuple[str, int]:
+    """The `peft_type` of a soft prompt, and the number of its tokens. Raises: as `read_rows`."""
     config = directory / CONFIG
     fields: dict[str, Any] = read_json(config)
     for name, values in SUPPORTED.items():
@@ -166,4 +177,4 @@ def num_virtual_tokens(directory: Path) -> int:
     count = fields.get("num_virtual_tokens")
     if type(count) is not int or count < 1:
         raise ValueError(f"{config}: num_virtual_tokens must be an integer from 1, not {shown(count)}")
-    return count
+    return fields["peft_type"], count

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.engine.input_processor import Adapters
 from nanopage.inputs import LoRARequest
-from nanopage.items.soft_prompts import PromptAdapterRequest, num_virtual_tokens
+from nanopage.items.soft_prompts import PromptAdapterRequest, read_kind
 from nanopage.server.errors import ApiError
 
 MAX_ADAPTERS = 10_000
@@ -54,7 +54,7 @@ class ServedAdapters:
         """Make a soft prompt, if its files fit the model. Raises: ValueError."""
         directory = _directory("--prompt-adapters", path)
         try:
-            count = num_virtual_tokens(directory)
+            _, count = read_kind(directory)
         except (ValueError, OSError) as error:
             raise ValueError(f"prompt adapter {name!r}: {error}") from None
         request = PromptAdapterRequest(name, self._take_id(), str(directory), count)

@@ -29,6 +29,7 @@ from nanopage.distributed.parallel import PartialWay, Ranks
 from nanopage.distributed.part import WHOLE, Part
 from nanopage.items.axes import Axes
 from nanopage.items.encoded import WriteEncoded
+from nanopage.items.prefixes import WriteGiven
 from nanopage.items.rows import ItemRows
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
@@ -128,6 +129,8 @@ def build_worker(
         wings.wrap = Encode
     if wings.items is not None and model_config.encoded_positions:
         wings.wrap = partial(WriteEncoded, wings.items)
+    if config.enable_prompt_adapter and ranks is None:
+        wings.wrap = partial(WriteGiven, model.layers, wings.wrap)
     if not setup.on_gpu:
         if part.samples:
             warn_of_slow_options(config, model_config, model.layers[0], setup.dtype, product)
