@@ -58,7 +58,7 @@ class Sound:
             self._check_header()
         except (soundfile.LibsndfileError, AudioError) as error:
             file.close()
-            raise error if isinstance(error, AudioError) else AudioError(f"the file is broken: {error}") from None
+            raise error if isinstance(error, AudioError) else _broken(error) from None
         self._file, self._errors, rate = file, soundfile.LibsndfileError, self._decoder.samplerate
         self._resampler = None if rate == SAMPLING_RATE else soxr.ResampleStream(rate, SAMPLING_RATE, 1)
         self.seconds = self._decoder.frames / rate if self._decoder.frames < UNKNOWN else 0.0
@@ -95,8 +95,9 @@ class Sound:
         try:
             frames = self._decoder.read(rate, dtype="float32", always_2d=True)
         except self._errors as error:
-            raise AudioError(f"the file is broken: {error}") from None
-        mono, self.ended = frames.mean(axis=1), len(frames) < rate
+            raise _broken(error) from None
+        with np.errstate(all="ignore"):
+            mono, self.ended = frames.mean(axis=1), len(frames) < rate
         if not np.isfinite(mono).all():
             raise AudioError("the file is broken: a sample is not a finite number")
         if self._resampler is not None:
@@ -115,6 +116,11 @@ class Sound:
             self.ended = True
             self._decoder.close()
             self._file.close()
+
+
+def _broken(error: Any) -> AudioError:
+    """Args: error: a LibsndfileError, whose own text also has the address of the file object."""
+    return AudioError(f"the file is broken: {error.error_string}")
 
 
 def _open(source: Path | bytes) -> BinaryIO:

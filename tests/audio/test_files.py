@@ -1,6 +1,7 @@
 """Sound files: what they become, and what is refused."""
 
 import struct
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ FORMATS = {
     "OGG": {"format": "OGG", "subtype": "VORBIS"},
     "MP3": {"format": "MP3", "subtype": "MPEG_LAYER_III"},
 }
+DAMAGED = ("WAV, 24 bits", "WAV, floats", "FLAC", "OGG", "MP3")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -65,8 +67,9 @@ def test_windows_follow_each_other_and_need_not_overlap():
     ],
 )
 def test_other_files_are_refused(content, message):
-    with pytest.raises(AudioError, match=message):
+    with pytest.raises(AudioError, match=message) as caught:
         Sound(content, max_seconds=3600).window(0)
+    assert "object at" not in str(caught.value)
 
 
 def test_a_path_must_be_a_file(tmp_path):
@@ -84,19 +87,27 @@ def test_a_header_that_claims_more_than_there_is_costs_no_memory():
     assert len(opened.window(0)) == 16_000 and opened.seconds == 1
 
 
+def damaged(content, how, rng):
+    """A file with up to 20 wrong bytes, or a piece of it."""
+    if how == "cut":
+        return content[: rng.integers(1, len(content))]
+    changed = bytearray(content)
+    for place in rng.integers(0, 200 if how == "header" else len(content), rng.integers(1, 20)):
+        changed[place] = rng.integers(256)
+    return bytes(changed)
+
+
 def test_broken_files_end_in_an_error_or_early():
-    """Of 300 files with wrong bytes, none raises anything else or gives samples that are out of bounds."""
-    rng = np.random.default_rng(0)
-    contents = [encoded(sound(2), **FORMATS[name]) for name in ("WAV, 24 bits", "FLAC", "OGG", "MP3")]
-    num_errors = 0
-    for number in range(300):
-        content = bytearray(contents[number % 4])
-        for place in rng.integers(0, len(content) if number % 3 else 200, rng.integers(1, 20)):
-            content[place] = rng.integers(256)
-        try:
-            samples = Sound(bytes(content[: rng.integers(1, len(content))])).window(0)
-        except AudioError:
-            num_errors += 1
-        else:
-            assert np.abs(samples).max(initial=0) <= 1
-    assert 50 < num_errors < 280
+    """600 files: none raises anything else, or gives samples that are out of bounds. docs/audio.md has the numbers."""
+    rng, num_refused = np.random.default_rng(0), Counter()
+    for name in DAMAGED:
+        content = encoded(sound(2), **FORMATS[name])
+        for how in ("cut", "header", "anywhere"):
+            for _ in range(40):
+                try:
+                    samples = Sound(damaged(content, how, rng)).window(0)
+                except AudioError:
+                    num_refused[name, how] += 1
+                else:
+                    assert np.abs(samples).max(initial=0) <= 1
+    assert 100 < num_refused.total() < 500
