@@ -1,15 +1,17 @@
-"""Speech to text beside faster-whisper and transformers: one sound, many at once, and the words that are wrong.
+"""Speech to text beside faster-whisper, whisper.cpp and transformers: one sound, many at once, and wrong words.
 
     python3 -m venv ~/.cache/nanopage/peers/fasterwhisper
     ~/.cache/nanopage/peers/fasterwhisper/bin/pip install faster-whisper soundfile typer
     python -m benchmarks.transcriptions talks/*.wav --model DIRECTORY --json results.json
     python -m benchmarks.transcriptions hour.wav --model DIRECTORY --num-iters 1
 
-All run the same file, a Whisper in CTranslate2's format. Next to a sound, a .txt file may have what is said in it. All
-search greedily, with timestamps, and with higher temperatures where a text is poor. nanopage runs all sounds together.
-faster-whisper runs them one after the other with all threads, or two at a time with half of them: the faster way
-counts. transformers runs them one after the other, in float32 alone. Each engine has a process of its own. Times are
-medians.
+whisper_cpp.py says how whisper.cpp is installed. An engine that is not installed is named and left out. All run the
+same file, a Whisper in CTranslate2's format; whisper.cpp gets it in its own format. Next to a sound, a .txt file may
+have what is said in it. All search greedily, with timestamps, with the text before as context, and with higher
+temperatures where a text is poor. nanopage runs all sounds together. faster-whisper and whisper.cpp run them one after
+the other with all threads, or two at a time with half of them: the faster way counts. transformers runs them one after
+the other, in float32 alone. Each engine has a process of its own. Times are medians, after one sound to warm up. The
+first text is timed from the start of the process. Before each time is taken, nanopage forgets what it keeps of sounds.
 
 With transformers, the greedy tokens of the first 30 seconds of each sound are compared, without timestamps and with
 them. Each engine makes its own spectrogram. Whisper's blank first tokens are not suppressed then.
@@ -20,25 +22,71 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
-PEER = Path.home() / ".cache/nanopage/peers/fasterwhisper/bin/python"
+PEERS = Path.home() / ".cache/nanopage/peers"
 MAX_TOKENS = 224  # of a window
+NOT_INSTALLED = 3  # exit code
 
 
-def run_nanopage(model: str, dtype: str, files: list[Path], num_iters: int, compares: bool) -> dict:
-    """Transcribe the first file alone and then all at once.
+@dataclass(frozen=True)
+class Work:
+    """What an engine is asked for.
 
-    Args: compares: whether `tokens` has the greedy tokens of each file, without timestamps and with them.
-    Returns: seconds, texts, tokens, and the memory of the process.
+    model: a directory. files: of sounds. compares: whether `tokens` of the answer has the greedy tokens of each sound,
+    without timestamps and with them. started: when its process was started, as `time.time` says.
     """
+
+    engine: str
+    model: str
+    dtype: str
+    files: list[str]
+    num_iters: int
+    compares: bool
+    started: float
+
+    def measure(
+        self, first: Callable[[], float], one: Callable, ways: list[Callable], forget: Callable = lambda: None
+    ) -> dict:
+        """Seconds to the first text, for one sound and for all; the texts; the memory of the process.
+
+        Args:
+            first: makes the first text of the first sound. Returns when, as `time.time` says.
+            one: makes the whole text of the first sound.
+            ways: to make the texts of all sounds. The fastest counts.
+            forget: called before each measurement.
+        """
+        found: dict[str, Any] = {"first": first() - self.started}
+        one()
+
+        def timed(function: Callable) -> tuple[float, Any]:
+            times = []
+            for _ in range(self.num_iters):
+                forget()
+                started = time.perf_counter()
+                made = function()
+                times.append(time.perf_counter() - started)
+            return statistics.median(times), made
+
+        found["one"], _ = timed(one)
+        seconds, found["texts"] = timed(ways[0])
+        peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        found["MiB"] = int(peak[1]) // 1024 if peak else 0
+        return found | {"many": min([seconds, *(timed(way)[0] for way in ways[1:])])}
+
+
+def run_nanopage(work: Work) -> dict:
     import asyncio
 
     from nanopage.aio.async_llm import AsyncLLM
@@ -48,56 +96,66 @@ def run_nanopage(model: str, dtype: str, files: list[Path], num_iters: int, comp
     from nanopage.params import SamplingParams
     from nanopage.vllm.engine_args import EngineArgs
 
-    started = time.perf_counter()
-    quantized = {"quantization": "int8", "dtype": "bfloat16"} if dtype == "int8" else {"dtype": dtype}
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **quantized))
-    loaded, tokens = time.perf_counter() - started, read_speech_tokens(llm.engine)
-    llm.engine.executor.compile()
+    options = {"quantization": "int8", "dtype": "bfloat16"} if work.dtype == "int8" else {"dtype": work.dtype}
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=work.model, **options))
+    tokens, loop = read_speech_tokens(llm.engine), asyncio.new_event_loop()
 
-    async def one(file: Path) -> str:
-        job = Transcription(llm, tokens, Sound(file), Options("en"))
-        async for _ in job.run():
-            pass
+    async def one(file: str, whole: bool = True) -> str:
+        job = Transcription(llm, tokens, Sound(Path(file)), Options("en", uses_context=True))
+        async for segments in job.run():
+            if segments and not whole:
+                break
         return job.text
 
-    async def greedy(file: Path) -> list[list[int]]:
-        job = Transcription(llm, tokens, Sound(file), Options("en"))
+    async def greedy(file: str) -> list[list[int]]:
+        job = Transcription(llm, tokens, Sound(Path(file)), Options("en", uses_context=True))
         samples = job.sound.window(0)
         spoken = [tokens.languages["en"], tokens.tasks["transcribe"]] if tokens.languages else []
         prompt = {"prompt_token_ids": [tokens.start, *spoken, tokens.begin - 1]}
         allowed = sorted({*range(tokens.begin)} - tokens.suppressed)
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, allowed_token_ids=allowed, detokenize=False)
         sound = {"multi_modal_data": {"audio": (samples, 16_000)}}
-        outputs = [output async for output in llm.generate(prompt | sound, params, str(file))]
+        outputs = [output async for output in llm.generate(prompt | sound, params, file)]
         plain = [token_id for token_id in outputs[-1].outputs[0].token_ids if token_id != tokens.end]
         return [plain, (await job.attempt(samples, 0.0, 0)).tokens]
 
-    async def many(function: Callable, files: list[Path]) -> list:
+    async def many(function: Callable, files: list[str]) -> list:
         return await asyncio.gather(*map(function, files))
 
-    loop = asyncio.new_event_loop()
-    alone, together = (lambda some=some: loop.run_until_complete(many(one, some)) for some in (files[:1], files))
-    found = measure(alone, together, num_iters) | {"load": loaded}
-    if compares:
-        found["tokens"] = loop.run_until_complete(many(greedy, files))
+    def forget() -> None:
+        llm.engine.executor.worker.wings.items.outputs.clear()
+        loop.run_until_complete(llm.reset_prefix_cache())
+
+    def first() -> float:
+        loop.run_until_complete(one(work.files[0], whole=False))
+        return time.time()
+
+    def compiled() -> list:
+        llm.engine.executor.compile()
+        return loop.run_until_complete(many(one, work.files[:1]))
+
+    found = work.measure(first, compiled, [lambda: loop.run_until_complete(many(one, work.files))], forget)
+    if work.compares:
+        found["tokens"] = loop.run_until_complete(many(greedy, work.files))
     llm.shutdown()
     return found
 
 
-def run_transformers(model: str, dtype: str, files: list[Path], num_iters: int, compares: bool) -> dict:
-    """As `run_nanopage`."""
+def run_transformers(work: Work) -> dict:
     import torch
     from transformers import AutoTokenizer, WhisperFeatureExtractor, WhisperForConditionalGeneration
 
     from nanopage.audio.files import Sound
     from nanopage.weights import hub
 
-    started, directory = time.perf_counter(), hub.resolve(model)
-    whisper: Any = WhisperForConditionalGeneration.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+    directory = hub.resolve(work.model)
+    whisper: Any = WhisperForConditionalGeneration.from_pretrained(directory, dtype=getattr(torch, work.dtype)).eval()
     extractor, tokenizer = WhisperFeatureExtractor.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
-    loaded, config = time.perf_counter() - started, whisper.generation_config
-    config.prev_sot_token_id = tokenizer.convert_tokens_to_ids("<|startofprev|>")
-    config.begin_suppress_tokens, config.max_initial_timestamp_index = None, 50
+    config = whisper.generation_config
+    config.prev_sot_token_id, config.max_initial_timestamp_index = (
+        tokenizer.convert_tokens_to_ids("<|startofprev|>"),
+        50,
+    )
     if config.is_multilingual:
         config.language, config.task = "en", "transcribe"
         config.lang_to_id = {"<|en|>": tokenizer.convert_tokens_to_ids("<|en|>")}
@@ -113,12 +171,9 @@ def run_transformers(model: str, dtype: str, files: list[Path], num_iters: int, 
         begin = config.no_timestamps_token_id + 1
         return [token_id for token_id in made if token_id < config.eos_token_id or token_id >= begin]
 
-    def one(file: Path) -> str:
-        sound, pieces = Sound(file), list[np.ndarray]()
-        while len(piece := sound.window(sum(map(len, pieces)))):
-            pieces.append(piece.copy())
+    def one(file: str) -> str:
         said = generate(
-            np.concatenate(pieces),
+            read_whole(file),
             return_timestamps=True,
             condition_on_prev_tokens=True,
             temperature=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
@@ -128,55 +183,92 @@ def run_transformers(model: str, dtype: str, files: list[Path], num_iters: int, 
         )
         return str(tokenizer.decode([token_id for token_id in said if token_id < config.eos_token_id]))
 
-    def greedy(file: Path) -> list[list[int]]:
-        samples, options = Sound(file).window(0), {"max_new_tokens": MAX_TOKENS, "force_unique_generate_call": True}
+    def greedy(file: str) -> list[list[int]]:
+        samples, options = (
+            Sound(Path(file)).window(0),
+            {"max_new_tokens": MAX_TOKENS, "force_unique_generate_call": True},
+        )
         return [generate(samples, return_timestamps=times, **options) for times in (False, True)]
 
     torch.manual_seed(0)
-    tokens = [greedy(file) for file in files] if compares else []
-    config.begin_suppress_tokens = json.loads((directory / "generation_config.json").read_text()).get(
-        "begin_suppress_tokens"
-    )
-    found = measure(lambda: [one(files[0])], lambda: [one(file) for file in files], num_iters)
-    return found | {"load": loaded, "tokens": tokens}
+
+    def first() -> float:
+        one(work.files[0])
+        return time.time()
+
+    found = work.measure(first, lambda: one(work.files[0]), [lambda: list(map(one, work.files))])
+    config.begin_suppress_tokens = None
+    return found | {"tokens": list(map(greedy, work.files)) if work.compares else []}
 
 
-def run_faster_whisper(model: str, dtype: str, files: list[Path], num_iters: int, compares: bool) -> dict:
-    """As `run_nanopage`, without tokens."""
-    from concurrent.futures import ThreadPoolExecutor
-
+def run_faster_whisper(work: Work) -> dict:
     from faster_whisper import WhisperModel
 
-    started = time.perf_counter()
-    whole = WhisperModel(model, device="cpu", compute_type=dtype, cpu_threads=2)
-    loaded = time.perf_counter() - started
-    halves = WhisperModel(model, device="cpu", compute_type=dtype, cpu_threads=1, num_workers=2)
+    def load(**sizes: int) -> WhisperModel:
+        return WhisperModel(work.model, device="cpu", compute_type=work.dtype, **sizes)
 
-    def one(model: "WhisperModel", file: Path) -> str:
-        return "".join(segment.text for segment in model.transcribe(str(file), beam_size=1, best_of=1)[0])
+    def segments(model: WhisperModel, file: str) -> Any:
+        return model.transcribe(file, beam_size=1, best_of=1)[0]
+
+    def one(model: WhisperModel, file: str) -> str:
+        return "".join(segment.text for segment in segments(model, file))
 
     def by_halves() -> list[str]:
         with ThreadPoolExecutor(2) as pool:
-            return list(pool.map(lambda file: one(halves, file), files))
+            return list(pool.map(partial(one, halves()), work.files))
 
-    first = measure(lambda: [one(whole, files[0])], lambda: [one(whole, file) for file in files], num_iters)
-    second = measure(list, by_halves, num_iters)
-    return first | {"many": min(first["many"], second["many"]), "load": loaded}
+    whole, halves = load(cpu_threads=2), cache(lambda: load(cpu_threads=1, num_workers=2))
+    alone = partial(one, whole)
+    ways = [lambda: list(map(alone, work.files)), by_halves]
+
+    def first() -> float:
+        next(iter(segments(whole, work.files[0])))
+        return time.time()
+
+    return work.measure(first, lambda: alone(work.files[0]), ways)
 
 
-def measure(single, several, num_iters: int) -> dict:
-    """The median seconds of both functions, and the texts of the second."""
-    times: dict[str, list[float]] = {"one": [], "many": []}
-    texts: list[str] = []
-    for index in range(num_iters + 1):  # the first is a warm-up
-        for name, function in (("one", single), ("many", several)):
-            started = time.perf_counter()
-            texts = function()
-            if index:
-                times[name].append(time.perf_counter() - started)
-    status = Path("/proc/self/status").read_text()
-    peak = int(re.search(r"VmHWM:\s+(\d+)", status)[1]) // 1024  # type: ignore[index]
-    return {name: statistics.median(values) for name, values in times.items()} | {"texts": texts, "MiB": peak}
+def run_whisper_cpp(work: Work) -> dict:
+    from pywhispercpp.model import Model
+
+    from benchmarks.whisper_cpp import write_ggml
+
+    def load(num_threads: int) -> Model:
+        return Model(str(path), n_threads=num_threads, language="en", greedy={"best_of": 1}, print_progress=False)
+
+    def segments(model: Model, file: str, **options: Any) -> list:
+        return model.transcribe(read_whole(file), **options)
+
+    def texts(model: Model, files: list[str]) -> list[str]:
+        return [" ".join(segment.text for segment in segments(model, file)) for file in files]
+
+    def first() -> float:
+        times: list[float] = []
+        segments(whole, work.files[0], new_segment_callback=lambda segment: times.append(time.time()))
+        return times[0]
+
+    def by_halves() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(texts, halves(), (work.files[::2], work.files[1::2])))
+
+    started = time.time()
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "ggml.bin"
+        write_ggml(Path(work.model), path, work.dtype)
+        work = replace(work, started=work.started + time.time() - started)
+        whole, halves = load(2), cache(lambda: (load(1), load(1)))
+        ways = [lambda: texts(whole, work.files), by_halves]
+        return work.measure(first, lambda: texts(whole, work.files[:1]), ways)
+
+
+def read_whole(file: str) -> np.ndarray:
+    """All samples of a sound, at 16 kHz."""
+    from nanopage.audio.files import Sound
+
+    sound, pieces = Sound(Path(file)), list[np.ndarray]()
+    while len(piece := sound.window(sum(map(len, pieces)))):
+        pieces.append(piece.copy())
+    return np.concatenate(pieces)
 
 
 def words_of(text: str) -> list[str]:
@@ -206,45 +298,82 @@ def equal_clips(one: list[list[list[int]]], other: list[list[list[int]]]) -> lis
     return [sum(a[kind] == b[kind] for a, b in zip(one, other, strict=True)) for kind in (0, 1)]
 
 
-ENGINES = {"nanopage": run_nanopage, "faster-whisper": run_faster_whisper, "transformers": run_transformers}
+ENGINES = {
+    "nanopage": run_nanopage,
+    "faster-whisper": run_faster_whisper,
+    "whisper.cpp": run_whisper_cpp,
+    "transformers": run_transformers,
+}
+
+
+def python_of(engine: str, peers: Path) -> Path:
+    """The Python that runs an engine: this one, or that of an environment of its own."""
+    own = engine in ("nanopage", "transformers")
+    return Path(sys.executable) if own else peers / re.sub(r"\W", "", engine) / "bin/python"
+
+
+def ask(work: Work, python: Path) -> dict | str:
+    """Run an engine. A text: why it cannot run here."""
+    if not python.exists():
+        return f"there is no {python}"
+    command = [str(python), "-m", "benchmarks.transcriptions", json.dumps(asdict(work))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == NOT_INSTALLED:
+        return done.stderr.splitlines()[-1]
+    if done.returncode:
+        raise SystemExit(f"{work.engine}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def report(found: dict, seconds: list[float], said: list[str]) -> None:
+    """Print what an engine has done. Args: seconds: of each sound. said: in each sound; empty if that is not known."""
+    one, many = (
+        f"{time:.2f} s ({of / time:.1f} times real time)"
+        for time, of in (
+            (found["one"], seconds[0]),
+            (found["many"], sum(seconds)),
+        )
+    )
+    typer.echo(
+        f"{found['engine']:15} {found['dtype']:9} first text after {found['first']:.2f} s; {seconds[0]:.0f} s of sound "
+        f"in {one}; {len(seconds)} sounds, {sum(seconds):.0f} s, in {many}; {found['MiB']} MiB"
+    )
+    if said:
+        pairs = list(zip(said, found["texts"], strict=True))
+        wrong, total = map(sum, zip(*(word_errors(*pair) for pair in pairs), strict=True))
+        gap, repeat = map(max, zip(*(gap_and_repeat(*pair) for pair in pairs), strict=True))
+        share = f"{wrong} of {total} words wrong ({wrong / total:.1%})"
+        typer.echo(f"{'':15} {share}; in one place, at most {gap} missing and {repeat} too many")
 
 
 def main(
     files: Annotated[list[Path], typer.Argument(exists=True)],
     model: Annotated[Path, typer.Option(exists=True, help="Directory of a Whisper in CTranslate2's format.")],
     dtype: Annotated[list[str], typer.Option(help="float32, bfloat16 or int8.")] = ["float32", "int8"],  # noqa: B006
-    engine: Annotated[list[str], typer.Option(help="nanopage, faster-whisper or transformers.")] = [*ENGINES],  # noqa: B006
+    engine: Annotated[list[str], typer.Option(help=f"Of {', '.join(ENGINES)}.")] = [*ENGINES],  # noqa: B006
     num_iters: Annotated[int, typer.Option(min=1)] = 3,
-    peer_python: Annotated[Path, typer.Option(help="Python that has faster-whisper.")] = PEER,
+    peers: Annotated[Path, typer.Option(help="The folder of the environments of other engines.")] = PEERS,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
-    """Measure transcriptions by nanopage, faster-whisper and transformers."""
+    """Measure transcriptions by nanopage, faster-whisper, whisper.cpp and transformers."""
     import soundfile
 
+    if unknown := {*engine} - {*ENGINES}:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: not one of {', '.join(ENGINES)}")
     seconds = [soundfile.info(file).duration for file in files]
     said = [file.with_suffix(".txt").read_text() for file in files if file.with_suffix(".txt").exists()]
     results = []
     for kind in dtype:
         engines = [name for name in engine if name != "transformers" or kind == "float32"]
         for name in engines:
-            python = str(peer_python) if name == "faster-whisper" else sys.executable
-            request = json.dumps([name, str(model), kind, list(map(str, files)), num_iters, "transformers" in engines])
-            done = subprocess.run([python, "-m", "benchmarks.transcriptions", request], capture_output=True, text=True)
-            if done.returncode:
-                raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-            found = json.loads(done.stdout.splitlines()[-1])
+            compares, started = "transformers" in engines, time.time()
+            work = Work(name, str(model), kind, list(map(str, files)), num_iters, compares, started)
+            found = ask(work, python_of(name, peers))
+            if isinstance(found, str):
+                typer.echo(f"{name:15} {kind:9} is not installed, and left out: {found}")
+                continue
             results.append({"engine": name, "dtype": kind} | found)
-            typer.echo(
-                f"{name:15} {kind:9} load {found['load']:5.2f} s; {seconds[0]:.0f} s of sound in {found['one']:.2f} "
-                f"s ({seconds[0] / found['one']:.1f} times real time); {len(files)} sounds, {sum(seconds):.0f} s, in "
-                f"{found['many']:.2f} s ({sum(seconds) / found['many']:.1f} times); {found['MiB']} MiB"
-            )
-            if said:
-                pairs = list(zip(said, found["texts"], strict=True))
-                wrong, total = map(sum, zip(*(word_errors(*pair) for pair in pairs), strict=True))
-                gap, repeat = map(max, zip(*(gap_and_repeat(*pair) for pair in pairs), strict=True))
-                found = f"{wrong} of {total} words wrong ({wrong / total:.1%})"
-                typer.echo(f"{'':15} {found}; in one place, at most {gap} missing and {repeat} too many")
+            report(results[-1], seconds, said if len(said) == len(files) else [])
         tokens = {each["engine"]: each["tokens"] for each in results if each["dtype"] == kind and each.get("tokens")}
         if tokens.keys() >= {"nanopage", "transformers"}:
             plain, timed = equal_clips(tokens["nanopage"], tokens["transformers"])
@@ -254,8 +383,12 @@ def main(
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2 and sys.argv[1].startswith("["):
-        name, model, kind, paths, *rest = json.loads(sys.argv[1])
-        print(json.dumps(ENGINES[name](model, kind, [Path(path) for path in paths], *rest)))
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        work = Work(**json.loads(sys.argv[1]))
+        try:
+            print(json.dumps(ENGINES[work.engine](work)))
+        except ImportError as error:
+            print(error, file=sys.stderr)
+            sys.exit(NOT_INSTALLED)
     else:
         typer.run(main)

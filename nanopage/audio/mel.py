@@ -30,7 +30,7 @@ def log_mel(samples: np.ndarray, num_mel_bins: int = 80) -> np.ndarray:
         raise ValueError(f"samples has {len(samples):,} values: a window has at most {WINDOW_SAMPLES:,}")
     if not np.isfinite(samples).all():
         raise ValueError("samples must be finite")
-    window, filters = _window(), _mel_filters(num_mel_bins)
+    window, filters = _window(), mel_filters(num_mel_bins)
     padded = np.pad(np.pad(samples, (0, WINDOW_SAMPLES - len(samples))), FFT // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, FFT)[::HOP][:NUM_FRAMES]
     spectrum = np.fft.rfft(frames * window)
@@ -46,7 +46,7 @@ def _window() -> np.ndarray:
 
 
 @cache
-def _mel_filters(num_mel_bins: int) -> np.ndarray:
+def mel_filters(num_mel_bins: int) -> np.ndarray:
     """Triangular filters of equal area: float32 [num_mel_bins, FFT // 2 + 1]."""
     frequencies = np.fft.rfftfreq(FFT, 1 / SAMPLING_RATE)
     edges = _to_hertz(np.linspace(0, _to_mel(SAMPLING_RATE / 2), num_mel_bins + 2))

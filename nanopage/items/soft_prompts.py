@@ -143,6 +143,7 @@ class SoftPrompts:
         item = embeds_item(TENSOR, read_rows(directory, (length, width)), width, self.dtype)
         return prefix_item(item, self.model_config) if is_prefix else item
 
+
 def read_rows(directory: Path, shape: tuple[int, int]) -> "Tensor":
     """The rows of a soft prompt, of this shape and in the file's dtype.
 
