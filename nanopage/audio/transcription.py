@@ -1,8 +1,8 @@
 """A sound to text, window by window, as Whisper does (Radford et al., 2022, section 4.5).
 
-    Sound ─▶ window of 30 s ─▶ request, again at a higher temperature if the text is poor ─▶ segments ─▶ next window
+    Sound ─▶ window of 30 s ─▶ request, again without context or hotter if the text is poor ─▶ segments ─▶ next window
 
-A window begins where the last complete segment of the window before ends, and its prompt has the text before. So the
+A window begins where the last complete segment of the window before ends; its prompt may have the text before. So the
 windows of one sound follow each other. The windows of several sounds run together, each in a task of its own, in the
 batches of one engine.
 """
@@ -51,7 +51,7 @@ class Options:
     task: str = "transcribe"
     prompt: str = ""
     temperature: float = 0.0
-    uses_context: bool = True
+    uses_context: bool = False
     words: bool = False
 
     def __post_init__(self):
@@ -161,14 +161,19 @@ class Transcription:
             yield found
 
     async def _decode(self, samples: np.ndarray) -> Attempt | None:
-        """The first good attempt at a window, or else the last one. None if nobody speaks."""
+        """The first good attempt at a window, or else the last one. None if nobody speaks.
+
+        A poor text is often one that repeats its context, at any temperature. So the second attempt has none.
+        """
         temperature, number = self.options.temperature, 0
         while True:
             attempt = await self.attempt(samples, temperature, number)
             self.language = self.language or attempt.language
-            if attempt.is_good or temperature >= 1:
+            if attempt.is_good or (temperature >= 1 and not self._context):
                 return None if attempt.is_silence else attempt
-            temperature, number = min(1.0, temperature + TEMPERATURE_STEP), number + 1
+            if not self._context:
+                temperature = min(1.0, temperature + TEMPERATURE_STEP)
+            self._context, number = [], number + 1
 
     async def attempt(self, samples: np.ndarray, temperature: float, seed: int) -> Attempt:
         """Decode a window. Args: samples: float32, at most 30 seconds. Raises: RuntimeError."""

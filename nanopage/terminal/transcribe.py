@@ -49,7 +49,7 @@ def transcribe(
     task: Annotated[Kind, typer.Option(help="translate: into English.")] = Kind.transcribe,
     prompt: Annotated[str, typer.Option(help="What might come before: names, spelling, style.")] = "",
     temperature: Annotated[float, typer.Option(help="Of the first attempt at 30 seconds, from 0 to 1.")] = 0.0,
-    context: Annotated[bool, typer.Option(help="Go on from the text of the 30 seconds before.")] = True,
+    context: Annotated[bool, typer.Option(help="Go on from the text of the 30 seconds before.")] = False,
     words: Annotated[
         bool, typer.Option("--word-timestamps", help="When each word is said: in JSON, or as subtitles of words.")
     ] = False,

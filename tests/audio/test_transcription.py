@@ -59,7 +59,10 @@ def test_segments_are_those_of_transformers(directory, monkeypatch):
         return_tensors="pt",
     )
     job = Transcription(
-        llm, read_speech_tokens(llm.engine), Sound(encoded(samples, subtype="FLOAT")), Options(language="en")
+        llm,
+        read_speech_tokens(llm.engine),
+        Sound(encoded(samples, subtype="FLOAT")),
+        Options(language="en", uses_context=True),
     )
 
     def features_of_window(_):  # transformers makes the features of all windows at once
@@ -158,7 +161,7 @@ def test_a_window_is_divided_at_pairs_of_timestamps(tokens, num_samples, segment
 def test_windows_follow_timestamps_and_have_the_text_before_as_context(directory):
     first = said(at(0), 20, at(10), at(10), 21, at(25.5), at(25.5), 22)
     llm = ScriptedLLM(directory, [first, said(at(0), 23, at(14.5))])
-    job, counts = transcribe(llm, encoded(sound(40)), prompt=" bb cc<|endoftext|> ")
+    job, counts = transcribe(llm, encoded(sound(40)), prompt=" bb cc<|endoftext|> ", uses_context=True)
     assert counts == [2, 1] and job.position == 40 and job.language == "en"
     assert [(each.index, each.window, each.start, each.end) for each in job.segments] == [
         (0, 0, 0, 10),
@@ -174,25 +177,40 @@ def test_windows_follow_timestamps_and_have_the_text_before_as_context(directory
     assert len(allowed(params.structured_outputs, [])) == 100
     assert allowed(later_params.structured_outputs, []) == {EN}  # the language has been found
     llm = ScriptedLLM(directory, [first, said(at(0), 23, at(14.5))])
-    transcribe(llm, encoded(sound(40)), prompt="bb", uses_context=False)
-    assert llm.requests[1][0] == [END + 1]
+    transcribe(llm, encoded(sound(40)), prompt="bb")  # a prompt alone is that of the first window
+    assert [prompt[0] for prompt, _ in llm.requests] == [IDS["<|startofprev|>"], END + 1]
 
 
 def test_poor_texts_are_tried_again_at_higher_temperatures(directory):
     poor, repeated = said(at(0), 20, logprob=-1.2), said(at(0), *[20, 21] * 100, at(9))
     llm = ScriptedLLM(directory, [poor, repeated, said(at(0), 22, at(9)), said(at(0), 23, at(1))])
-    job, _ = transcribe(llm, encoded(sound(31)))
+    job, _ = transcribe(llm, encoded(sound(31)), uses_context=True)
     assert [params.temperature for _, params in llm.requests] == [0, 0.2, 0.4, 0]
     assert [params.seed for _, params in llm.requests] == [0, 1, 2, 0]
     assert job.segments[0].temperature == 0.4 and job.segments[0].avg_logprob == -0.5
     assert llm.requests[-1][0] == [IDS["<|startofprev|>"], at(0), 22, at(9), END + 1]
     llm = ScriptedLLM(directory, [poor] * 6 + [said(at(0), 23, at(1))])  # the last attempt is kept, but is no context
-    job, _ = transcribe(llm, encoded(sound(31)))
+    job, _ = transcribe(llm, encoded(sound(31)), uses_context=True)
     assert [round(params.temperature, 1) for _, params in llm.requests] == [0, 0.2, 0.4, 0.6, 0.8, 1, 0]
     assert job.segments[0].temperature == 1 and llm.requests[-1][0] == [END + 1]
     llm = ScriptedLLM(directory, [poor] * 2)
     transcribe(llm, encoded(sound(1)), temperature=0.9)
     assert [params.temperature for _, params in llm.requests] == [0.9, 1]
+
+
+def test_a_poor_text_is_tried_again_without_its_context(directory):
+    repeated, words = said(at(0), *[20, 21] * 100, at(29)), [said(at(0), token, at(29)) for token in (22, 23, 24)]
+    llm = ScriptedLLM(directory, [words[0], repeated, repeated, words[1], words[2]])
+    job, _ = transcribe(llm, encoded(sound(90)), uses_context=True)
+    before, start = IDS["<|startofprev|>"], END + 1
+    assert [(params.temperature, params.seed, prompt) for prompt, params in llm.requests] == [
+        (0, 0, [start]),
+        (0, 0, [before, at(0), 22, at(29), start]),
+        (0, 1, [start]),
+        (0.2, 2, [start]),
+        (0, 0, [before, at(0), 23, at(29), start]),
+    ]
+    assert [segment.tokens[1] for segment in job.segments] == [22, 23, 24]
 
 
 def test_nothing_is_said_where_nobody_speaks(directory):
