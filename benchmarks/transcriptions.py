@@ -98,6 +98,7 @@ def run_nanopage(work: Work) -> dict:
 
     options = {"quantization": "int8", "dtype": "bfloat16"} if work.dtype == "int8" else {"dtype": work.dtype}
     llm = AsyncLLM.from_engine_args(EngineArgs(model=work.model, **options))
+    executor: Any = llm.engine.executor
     tokens, loop = read_speech_tokens(llm.engine), asyncio.new_event_loop()
 
     async def one(file: str, whole: bool = True) -> str:
@@ -123,7 +124,7 @@ def run_nanopage(work: Work) -> dict:
         return await asyncio.gather(*map(function, files))
 
     def forget() -> None:
-        llm.engine.executor.worker.wings.items.outputs.clear()
+        executor.worker.wings.items.outputs.clear()
         loop.run_until_complete(llm.reset_prefix_cache())
 
     def first() -> float:
@@ -131,7 +132,7 @@ def run_nanopage(work: Work) -> dict:
         return time.time()
 
     def compiled() -> list:
-        llm.engine.executor.compile()
+        executor.compile()
         return loop.run_until_complete(many(one, work.files[:1]))
 
     found = work.measure(first, compiled, [lambda: loop.run_until_complete(many(one, work.files))], forget)

@@ -6,7 +6,7 @@ The prompt has placeholders in their place, which no step computes (`Item.given`
 item, shared, copied and swapped. A sequence that is recomputed begins behind them again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +54,7 @@ class WriteGiven:
         way: runs the step.
     """
 
-    def __init__(self, layers: Sequence[Any], wrap: Callable[[Way], Way], way: Any):
+    def __init__(self, layers: Iterable[Any], wrap: Callable[[Way], Way], way: Any):
         self.layers, self.way = layers, wrap(way)
         self.kv_cache, self.table = way.kv_cache, way.table
 
@@ -79,4 +79,5 @@ class WriteGiven:
             first = 0 if window is None else max(0, item.length + 1 - window) // size * size
             places = torch.arange(first, item.length, device=device)
             slots = self.table.blocks[row, places // size, kind].long() * size + places % size
-            write(*both[:, first:], cache, slots, *layer.self_attn.scoring.kv_scales)
+            k, v = both[:, first:]
+            write(k, v, cache, slots, *layer.self_attn.scoring.kv_scales)
