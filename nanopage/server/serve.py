@@ -453,6 +453,12 @@ class Server(uvicorn.Server):
             url, curl = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", "curl"
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
         call = f"/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-        if self.state.llm is not None and self.state.llm.engine.model_config.architecture == WHISPER:
+        config = None if self.state.llm is None else self.state.llm.engine.model_config
+        if config is not None and config.architecture == WHISPER:
             call = f"{AUDIO_PATHS['transcribe']} -F file=@talk.wav"
-        return f"ready: {url}/v1 serves {', '.join(names)}. Try: {curl} {url}{call}"
+        chats = config is None or (config.architecture != WHISPER and config.pooling is None)
+        pages = [f"{url}/ is a page to chat"] if chats else []
+        pages += [f"{url}/view shows the engine at work"] if self.state.view is not None else []
+        pages = [] if uds else pages  # no browser opens a Unix socket
+        seen = f" {', '.join(pages)}." if pages else ""
+        return f"ready: {url}/v1 serves {', '.join(names)}.{seen} Try: {curl} {url}{call}"

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from asgi import call
@@ -13,9 +14,10 @@ from fake_executor import FakeExecutor, fake_engine, tokens
 
 from nanopage import LLM, AsyncLLM, PoolingParams
 from nanopage.aio.async_llm import EngineDeadError
+from nanopage.audio import WHISPER
 from nanopage.server.app import create_app
 from nanopage.server.live_view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
-from nanopage.server.serve import main, parser, why_no_view
+from nanopage.server.serve import Server, main, parser, why_no_view
 from nanopage.server.state import ServerState
 from nanopage.view.explain import make_sentences
 from nanopage.view.frames import Frames, Picture
@@ -116,6 +118,25 @@ def test_the_pages_link_to_each_other_where_both_are_served():
         assert b'<a href="view" target="_blank" rel="opener">' in page and b'<a href="./" ' in view
     alone = asyncio.run(call(create_app(ServerState(["fake"])), "GET", "/")).body
     assert b'<a href="view" target="_blank" rel="opener" hidden>' in alone
+
+
+@pytest.mark.parametrize(
+    ("uds", "view", "config", "pages"),
+    [
+        (None, LiveView(), {}, " http://x:1/ is a page to chat, http://x:1/view shows the engine at work."),
+        (None, None, {}, " http://x:1/ is a page to chat."),
+        (None, LiveView(), {"architecture": WHISPER}, " http://x:1/view shows the engine at work."),
+        (None, None, {"pooling": "mean"}, ""),
+        ("/socket", LiveView(), {}, ""),
+    ],
+)
+def test_the_ready_line_names_the_pages_that_a_browser_can_open(uds, view, config, pages):
+    config = SimpleNamespace(**{"architecture": "LlamaForCausalLM", "pooling": None} | config)
+    llm = SimpleNamespace(engine=SimpleNamespace(model_config=config))
+    listening = [SimpleNamespace(sockets=[SimpleNamespace(getsockname=lambda: ("x", 1))])]
+    server = SimpleNamespace(state=ServerState(["fake"], view=view, llm=llm), servers=listening)
+    server.config = SimpleNamespace(host="x", uds=uds, ssl_certfile=None)
+    assert f"/v1 serves fake.{pages} Try: curl" in Server._ready_line(server)
 
 
 def test_with_a_key_only_the_empty_page_is_open():
