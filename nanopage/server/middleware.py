@@ -14,6 +14,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanopage.files.json_log import REQUEST_ID
@@ -34,6 +35,9 @@ PROBES = ("/health", "/ping", "/metrics")  # have no line in the log if all is w
 MAX_PATH = 200  # characters of a path in the log
 OPEN_PATHS = ("/", "/health", "/ping")  # need no key: the chat page has no data of its own
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+# As browsers write it: in lower case, without the port that the scheme implies.
+ORIGIN = re.compile(r"\*|(?!http://.*:80$)(?!https://.*:443$)[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*,]+")
+READABLE_HEADERS = ("retry-after", "x-ignored-fields", "x-request-id")  # of replies, by pages of other origins
 
 
 class Gate:
@@ -172,6 +176,17 @@ def _log(scope: Scope, path: str, status: str, seconds: float) -> None:
     fields = {"method": method, "path": path, "status": int(status) if status.isdigit() else None}
     fields |= {"duration": round(seconds, 6)} | scope.get("nanopage.call", {})
     access.info(f"{method} {path} {status}", extra={"fields": fields})
+
+
+def share_with(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
+    """An application that pages of these origins may call from a browser (CORS), with a key where it needs one. It
+    answers their preflights, which have no key, itself.
+
+    Args: origins: as ORIGIN describes. "*": all. Empty: no other origin may.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(app, origins, ("GET", "POST"), ("*",), expose_headers=READABLE_HEADERS)
 
 
 def _digest(key: bytes) -> bytes:

@@ -79,6 +79,7 @@ IN_FRONT: dict[str, Any] = {
     "host": "localhost",
     "root_path": "",
     "allowed_host": [],
+    "allowed_origins": [],
     "insecure": False,
     "public_metrics": False,
     "ssl_keyfile": None,

@@ -28,7 +28,7 @@ from nanopage.server.app import create_app, guard
 from nanopage.server.connection import Connection
 from nanopage.server.listener import Listener, listen, raise_limit
 from nanopage.server.live_view import LiveView
-from nanopage.server.middleware import AUDIO_PATHS, LOCAL_HOSTS
+from nanopage.server.middleware import AUDIO_PATHS, LOCAL_HOSTS, ORIGIN, share_with
 from nanopage.server.model_options import add_models_options, named_models
 from nanopage.server.models import Models
 from nanopage.server.one_engine import OneEngine
@@ -81,6 +81,11 @@ def run(args: argparse.Namespace) -> int:
             f"--host {args.host}: anyone who reaches this address could use the server. Give --api-key, or --insecure "
             "if something else protects it"
         )
+    if "*" in args.allowed_origins and args.uds is None and not keys and not args.insecure:
+        raise ValueError(
+            "--allowed-origins *: any web page that is open on this machine could use the server. Name the origins, or "
+            "give --api-key, or --insecure"
+        )
     check_replicas(args)
     models = named_models(args)
     args.model = None if models or not args.model else args.model[-1]
@@ -118,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         engine = _front(args, state, settings, model.engine_args)
         app = guard(engine.routes, state, keys, hosts, args.public_metrics, args.root_path, app=engine)
     config = uvicorn.Config(
-        app,
+        share_with(args.allowed_origins, app),
         host=args.host,
         port=args.port,
         uds=args.uds,
@@ -174,6 +179,15 @@ def parser() -> argparse.ArgumentParser:
         "--root-path", type=_prefix, default="", help="prefix that paths may have, for a reverse proxy that adds one"
     )
     group.add_argument("--allowed-host", action="append", default=[], help="Host header to answer besides localhost")
+    group.add_argument(
+        "--allowed-origins",
+        type=_origin,
+        nargs="+",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages that may call the server from a browser, such as https://app.example.com, or * for all (CORS; "
+        "default: none but its own)",
+    )
     group.add_argument("--insecure", action="store_true", help="listen on any address without a key, under any name")
     group.add_argument("--ssl-keyfile", help="key of the certificate, for HTTPS")
     group.add_argument("--ssl-certfile", help="the server's certificate")
@@ -358,6 +372,12 @@ def _prefix(text: str) -> str:
     if text and not text.startswith("/"):
         raise argparse.ArgumentTypeError(f"{text!r} does not begin with /")
     return text.rstrip("/")
+
+
+def _origin(text: str) -> str:
+    if not ORIGIN.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an origin, such as https://app.example.com, nor *")
+    return text
 
 
 def _seconds(text: str) -> float:

@@ -25,6 +25,7 @@ from nanopage.server.app import NOT_SERVED, create_app
 from nanopage.server.chat import LOOK, Thinking
 from nanopage.server.fields import REFUSED
 from nanopage.server.metrics import Page
+from nanopage.server.middleware import share_with
 from nanopage.server.protocol import ChatBody, CompletionBody, ResponsesBody
 from nanopage.server.state import ServerState
 from nanopage.server.tools import ToolOptions, ToolUse, read_tool_use
@@ -1063,6 +1064,26 @@ def test_a_page_elsewhere_cannot_reach_a_local_server(app):
     for host in ("localhost", "localhost:8000", "LOCALHOST"):
         assert get(app, "/v1/models", headers={"host": host}).status == 200
     assert "access-control-allow-origin" not in get(app, "/v1/models", headers={"origin": "http://evil"}).headers
+
+
+def test_pages_of_allowed_origins_may_call_the_server(state):
+    ours, foreign = "http://localhost:3000", "http://evil.example"
+    app = share_with([ours], create_app(state, ["secret"]))
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    allows = "access-control-allow-origin"
+    reply = asyncio.run(call(app, "OPTIONS", CHAT, headers={"origin": ours} | asked))  # without a key
+    assert (reply.status, reply.headers[allows]) == (200, ours)
+    assert reply.headers["access-control-allow-headers"] == "authorization"
+    for origin, key, status in ((ours, "secret", 200), (ours, "wrong", 401), (foreign, "secret", 200)):
+        headers = {"origin": origin, "authorization": f"Bearer {key}"}
+        reply = asyncio.run(call(app, "POST", CHAT, {"messages": HELLO, "max_tokens": 2}, headers))
+        assert reply.status == status and reply.headers.get(allows) == (ours if origin == ours else None)
+        assert "x-ignored-fields" in reply.headers["access-control-expose-headers"]
+    reply = asyncio.run(call(app, "OPTIONS", CHAT, headers={"origin": foreign} | asked))
+    assert reply.status == 400 and allows not in reply.headers
+    everyone = share_with(["*"], create_app(state, ["secret"]))
+    reply = asyncio.run(call(everyone, "GET", "/health", headers={"origin": foreign}))
+    assert reply.headers[allows] == "*" and "access-control-allow-credentials" not in reply.headers
 
 
 def test_a_request_id_is_echoed_if_it_is_harmless(app):

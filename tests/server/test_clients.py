@@ -287,6 +287,10 @@ def test_what_cannot_work_is_a_message_and_an_exit_code(tmp_path):
         (["--allowed-host", "a", "--insecure"], "--allowed-host has no effect with --insecure"),
         (["a", "--model", "b"], "the model is given twice: a, and --model b"),
         (["--allowed-host", "a", "--uds", "b"], "--allowed-host has no effect with --uds"),
+        (["--allowed-origins", "*"], "--allowed-origins *"),
+        (["--allowed-origins", "https://a.example", "https://a.example/"], "'https://a.example/' is neither an origin"),
+        (["--allowed-origins", "https://a.example:443"], "'https://a.example:443' is neither"),
+        (["--allowed-origins", '["https://a.example"]'], "is neither an origin"),
         (["--otlp-traces-endpoint", "localhost:4318"], "--otlp-traces-endpoint"),
     ],
 )
