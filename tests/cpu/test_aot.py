@@ -736,7 +736,7 @@ def test_the_command_compiles_and_shows_the_progress(model, directory, tmp_path,
     assert counts == sorted(counts) and len(set(counts)) > 2 and max(counts) <= len(list(made.glob("*.so")))
 
 
-def test_an_engine_with_adapters_finds_what_the_command_has_compiled(directory, tmp_path, monkeypatch):
+def test_an_engine_with_adapters_finds_what_the_command_has_compiled(directory, tmp_path, monkeypatch, caplog):
     """Whatever number and rank of adapters it allows. An engine without adapters finds it, too."""
     model = tiny_model(tmp_path / "model", "qwen2", vocab_size=FILLING)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -750,12 +750,14 @@ def test_an_engine_with_adapters_finds_what_the_command_has_compiled(directory, 
         return subprocess.Popen(["true"], start_new_session=True)
 
     monkeypatch.setattr(aot.Compiled, "_spawn", pretend)
+    caplog.set_level(logging.INFO, logger="nanopage")
     assert compile_by_command(model)[0] == 0
+    assert "with adapters" not in caplog.text
     lora = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 64}
     assert not compiled_in(engine_of(model, **lora))
     code, stderr = compile_by_command(model, "--enable-lora")
     made = compiled_in(engine_of(model, **lora))
-    assert code == 0 and f"compiled: {made.directory}" in stderr
+    assert code == 0 and f"compiled: {made.directory}" in stderr and "once with adapters and once" in caplog.text
     assert compile_by_command(model, "--enable-lora") == (0, f"already compiled: {made.directory}\n")
     assert compiled_in(engine_of(model)).directory == made.directory
 
