@@ -222,6 +222,15 @@ def test_a_file_that_is_no_recording_is_refused(page):
     page.wait_for("$('mode').textContent === 'live'")
 
 
+def test_an_idle_engine_says_what_to_do(page):
+    page.evaluate(f"picture = new Picture(); receive({json.dumps(KEY | {'model': NAME})})")
+    page.wait_for("$('why-title').textContent === 'Waiting for requests'")
+    assert page.evaluate("$('sentences').innerText").startswith("Send a message on the chat page")
+    assert page.evaluate("$('sentences').querySelector('a').getAttribute('href')") == "./"
+    page.evaluate("choose('')")
+    page.wait_for("$('mode').textContent === 'live'")
+
+
 @pytest.mark.parametrize("width", [400, 800, 1600])
 def test_it_fits_the_screen(page, width):
     page.evaluate("choose('preemption')")
@@ -231,6 +240,11 @@ def test_it_fits_the_screen(page, width):
     page.wait_for(f"innerWidth === {width} && document.documentElement.scrollWidth <= {width}")
     nodes = "[...document.querySelectorAll('canvas, table, header > *')]"
     page.wait_for(f"{nodes}.every((node) => node.getBoundingClientRect().right <= innerWidth)")
+    shown = "[...$('numbers').children].filter((node) => node.offsetHeight).length"
+    assert page.evaluate(shown) == 6 if width == 400 else page.evaluate(f"{shown} > 10 && !$('fold').offsetHeight")
+    page.evaluate("$('fold').click()")
+    assert page.evaluate(f"{shown} > 10 && $('fold').ariaExpanded === 'true'")
+    page.evaluate("$('fold').click()")
     page.call("Emulation.clearDeviceMetricsOverride")
     page.evaluate("choose('')")
     page.wait_for("$('mode').textContent === 'live'")
