@@ -192,7 +192,7 @@ def test_a_conversation_gets_the_answers_of_the_api(page, server):
     assert page.evaluate(summary % 0.5) == "3 tokens · 4.0 tokens/s · first after 0.10 s · cut off at the limit"
     assert page.evaluate(summary % 0) == "3 tokens · first after 0.10 s · cut off at the limit"  # all in one piece
 
-    retry = "log.lastChild.querySelector('.meta button').click(), [messages.length, log.children.length]"
+    retry = "log.lastChild.querySelector('.retry').click(), [messages.length, log.children.length]"
     assert page.evaluate(retry) == [2, 4]
     assert answered(page, 2) == expected
     page.evaluate("$('new').click()")
@@ -246,6 +246,67 @@ def test_hostile_text_is_shown_as_text_wherever_the_stream_is_cut(page, size):
     assert page.evaluate("log.querySelector('code').textContent").strip() == HOSTILE.strip()
     assert page.evaluate("[...log.querySelectorAll('script, img, b, svg')].length") == 0
     assert page.evaluate("[...log.querySelectorAll('a')].map((a) => a.href)") == ["https://example.com/i.png"]
+
+
+def test_a_reload_keeps_the_conversation_and_the_question_without_an_answer(page):
+    fake(page, events("**first** answer"), events("half", done=False))
+    send(page, "one")
+    answered(page)
+    send(page, "two")
+    page.wait_for("log.lastChild.innerText === 'half'")
+    page.call("Page.reload")
+    page.wait_for("document.readyState === 'complete' && typeof connect === 'function' && model !== undefined")
+    assert page.evaluate("[...log.children].map((node) => node.innerText)") == ["one", "first answer\n\nCopy\nRetry"]
+    assert page.evaluate("[log.querySelectorAll('strong').length, input.value]") == [1, "two"]
+    fake(page, events("second"))
+    page.press("Enter")
+    assert answered(page, 2) == "second"
+    turns = [("user", "one"), ("assistant", "**first** answer"), ("user", "two")]
+    assert page.evaluate("asked[0].messages") == [{"role": role, "content": content} for role, content in turns]
+    page.evaluate("$('new').click()")
+    page.call("Page.reload")
+    page.wait_for("document.readyState === 'complete' && typeof connect === 'function' && model !== undefined")
+    assert page.evaluate("[messages.length, log.children.length, input.value]") == [0, 0, ""]
+
+
+def test_whole_answers_are_copied_as_the_model_wrote_them(page):
+    fake(page, events("**one**\n\n- item\n"), events("two"))
+    page.evaluate("window.copied = []; navigator.clipboard.writeText = async (text) => void copied.push(text)")
+    for turn, text in enumerate(("a", "b"), 1):
+        send(page, text)
+        answered(page, turn)
+    buttons = "[...log.querySelectorAll('.meta button')].filter((node) => node.offsetHeight)"
+    assert page.evaluate(f"{buttons}.map((node) => node.textContent)") == ["Copy", "Copy", "Retry"]
+    page.evaluate(f"{buttons}.slice(0, 2).forEach((node) => node.click())")
+    page.wait_for("copied.length === 2")
+    assert page.evaluate("copied") == ["**one**\n\n- item\n", "two"]
+
+
+def test_settings_and_the_model_are_chosen_in_the_dialog(page):
+    cards = [{"id": "a", "default_sampling_params": {"temperature": 0.3, "top_k": 7}}, {"id": NAME}]
+    page.evaluate(f"""(() => {{
+      const fetch = window.fetch, cards = {json.dumps({"data": cards})};
+      window.fetch = async (path, options) => path === "v1/models" ? Response.json(cards) : fetch(path, options);
+    }})()""")
+    page.evaluate("connect()")
+    page.wait_for("models.length === 2")
+    assert page.evaluate("[model, fields.model.options.length]") == [NAME, 2]  # the model that was chosen before
+    page.evaluate("openSettings(); fields.model.value = 'a'; fields.top_p.value = 0.5; fields.temperature.value = ''")
+    page.evaluate("fields.seed.value = -3; $('fields').requestSubmit()")
+    page.wait_for("!settings.open && model === 'a'")
+    placeholders = page.evaluate("[fields.temperature, fields.top_k, fields.min_p].map((field) => field.placeholder)")
+    assert placeholders == ["default: 0.3", "default: 7", "default"]
+    assert page.evaluate("[document.title, $('model').textContent]") == ["a - nanopage", "a"]
+    page.evaluate("window.realFetch = undefined")
+    fake(page, events("x"))
+    send(page, "Hello")
+    answered(page)
+    asked = page.evaluate("asked[0]")
+    assert {name: asked[name] for name in asked if name not in ("messages", "stream", "stream_options")} == {
+        "model": "a",
+        "top_p": 0.5,
+        "seed": -3,
+    }
 
 
 MARKDOWN = r"""# A *title*
@@ -438,7 +499,7 @@ def test_errors_are_told_in_plain_words(page):
         assert answered(page) == "half"
         assert page.evaluate("[$('notice').textContent, log.lastChild.innerText]") == [
             notice,
-            "half\n\nincomplete\nRetry",
+            "half\n\nincomplete\nCopy\nRetry",
         ]
 
 
