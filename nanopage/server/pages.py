@@ -11,7 +11,8 @@ from starlette.responses import Response
 def page_reply(file: Path, *, links_to_view: bool = False) -> Response:
     """The reply with a page.
 
-    The page's one script is allowed by its hash, so a browser runs no other, whatever text gets into the page.
+    The page's one script is allowed by its hash, so a browser runs no other, whatever text gets into the page. Its icon
+    is a data URL.
     """
     html = file.read_bytes()
     if links_to_view:
@@ -19,8 +20,8 @@ def page_reply(file: Path, *, links_to_view: bool = False) -> Response:
     (script,) = re.findall(rb"<script>(.*?)</script>", html, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()
     policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; connect-src "
+        "'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     headers = {
         "cache-control": "no-cache",

@@ -50,7 +50,7 @@ def test_the_page_loads_nothing_and_makes_no_html_of_text():
         r"\bsrc\s*=",
         r"href\s*=\s*[\"']?\s*(https?:|//)",
         r"@import|\burl\(|\bimport\b",
-        r"<(link|iframe|object|embed|base)\b",
+        r"<(link(?! rel=\"icon\" href=\"data:)|iframe|object|embed|base)\b",
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|setHTML|createContextualFragment",
         r"\beval\b|\bFunction\(|setTimeout\(\s*[\"'`]|localStorage|document\.cookie",
         r"\bon\w+\s*=\s*[\"']",  # handlers in HTML
@@ -70,7 +70,7 @@ def test_the_page_is_served_without_a_key(server):
 def assert_policy(headers):
     """No script runs but the page's own, nothing is loaded from elsewhere, and no other site embeds the page."""
     rules = dict(rule.split(maxsplit=1) for rule in headers["content-security-policy"].split(";"))
-    assert {"img-src", "unsafe-inline"}.isdisjoint(rules | dict.fromkeys(rules["script-src"].split()))
+    assert rules["img-src"] == "data:" and "unsafe-inline" not in rules["script-src"]
     for name in ("default-src", "base-uri", "form-action", "frame-ancestors"):
         assert rules[name] == "'none'"
     assert re.fullmatch(r"'sha256-\S+'", rules["script-src"]) and rules["connect-src"] == "'self'"
@@ -307,6 +307,15 @@ def test_settings_and_the_model_are_chosen_in_the_dialog(page):
         "top_p": 0.5,
         "seed": -3,
     }
+
+
+def test_the_policy_allows_the_icon(page):
+    width = page.evaluate("""new Promise((resolve) => {
+      const image = new Image();
+      image.onload = image.onerror = () => resolve(image.naturalWidth);
+      image.src = document.querySelector("link[rel=icon]").href;
+    })""")
+    assert width > 0
 
 
 MARKDOWN = r"""# A *title*

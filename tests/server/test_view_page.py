@@ -10,6 +10,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from server_process import serving
 from test_page import HOSTILE, NAME, assert_policy
+from test_page import PAGE as CHAT
 
 import nanopage.view
 from nanopage.server.live_view import RUNS
@@ -23,13 +24,17 @@ def test_the_page_loads_nothing_and_makes_no_html_of_text():
         r"\bsrc\s*=",
         r"href\s*=\s*[\"']?\s*(https?:|//)",
         r"@import|\burl\(|\bimport\b",
-        r"<(link|iframe|object|embed|base)\b",
+        r"<(link(?! rel=\"icon\" href=\"data:)|iframe|object|embed|base)\b",
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|setHTML|createContextualFragment",
         r"\beval\b|\bFunction\(|setTimeout\(\s*[\"'`]|localStorage|document\.cookie",
         r"\bon\w+\s*=\s*[\"']",  # handlers in HTML
         r"(call|fetch)\([\"'`]/",  # URLs that a proxy's prefix would break
     ):
         assert not re.search(pattern, PAGE), pattern
+
+
+def test_both_pages_have_the_same_icon():
+    assert re.search("<link.*", PAGE)[0] == re.search("<link.*", CHAT)[0]
 
 
 def test_the_page_offers_the_recordings_that_there_are():
