@@ -188,11 +188,11 @@ class Compiled:
         """Start compiling in the background, if it is needed and allowed, unless another process compiles the same."""
         if self._start(in_background=True):
             told = {"for_user": True}  # chat.py shows it, too
-            twice = " once with adapters and once without (enable_lora)," if self.spec["adapted"] else ""
+            more = ", once more for steps with adapters" if self.spec["adapted"] else ""
             logger.info(
-                f"the first replies are slow: the model's layers are being compiled for this CPU,{twice} in the"
-                " background. After that, SmolLM2-135M-Instruct decoded three times as fast (91 instead of 30 tokens/s"
-                " on two cores)",
+                f"the first replies are slow: the model's layers are being compiled for this CPU, in the background"
+                f"{more}. After that, SmolLM2-135M-Instruct decoded three times as fast (91 instead of 30 tokens/s on "
+                "two cores)",
                 extra=told,
             )
 
