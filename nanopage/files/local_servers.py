@@ -29,7 +29,7 @@ class LocalServer(msgspec.Struct, frozen=True):
     path, files: where it was read from, and what was there (see `fingerprint`).
     options: of EngineConfig, without the model.
     needs_key: whether requests need an API key.
-    has_template: whether the model has a chat template.
+    has_template, sees_images: whether the model has a chat template, and whether it sees images.
     """
 
     host: str
@@ -43,6 +43,7 @@ class LocalServer(msgspec.Struct, frozen=True):
     options: dict[str, Any]
     needs_key: bool
     has_template: bool
+    sees_images: bool
 
 
 def new_file() -> Path:

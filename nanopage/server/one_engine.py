@@ -87,6 +87,7 @@ class OneEngine:
             options=options,
             needs_key=self.needs_key,
             has_template=tokenizer.chat_template is not None,
+            sees_images="image" in config.encoders,
         )
 
 

@@ -4,28 +4,27 @@ nanopage chat                                a conversation; Ctrl-C stops a repl
 nanopage chat What is a KV cache?            one answer on stdout, everything else on stderr
 git diff | nanopage chat -p "Explain this"   the pipe is added to the prompt
 nanopage chat --image cat.png What is this?  for models that see images
+nanopage chat --url http://host:8000/v1      a model of a server of OpenAI's API
 
 Exit codes: 0 answered, 1 could not, 2 wrong usage, 130 stopped by Ctrl-C, 128 + N ended by signal N.
 """
 
-import dataclasses
 import json
-import random
+import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from nanopage.terminal.program import run_command
 from nanopage.terminal.signals import interruptible, unechoed
-from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import say, say_error
 from nanopage.vllm.engine_args import takes_engine_options
 
-CHUNK = 256  # tokens of a prompt that a CPU reads between two checks for Ctrl-C
+if TYPE_CHECKING:
+    from nanopage.terminal.loading import Load
 
 
 @takes_engine_options(
@@ -52,6 +51,13 @@ def chat(
     tools: Annotated[
         Path | None, typer.Option(help="Python file: the model may call its functions, which you confirm.")
     ] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="Talk to the server of OpenAI's API there; --model is its name.")
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key of the server [default of --url: OPENAI_API_KEY].")] = None,
+    alone: Annotated[
+        bool, typer.Option("--no-attach", help="Load the model even if a nanopage server of yours runs here with it.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="What the engine does, and tracebacks.")] = False,
     *,
     switches: dict[str, Any],
@@ -84,60 +90,46 @@ def chat(
             refuse("--system needs a chat template, and --raw goes without")
         given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
         asked = {name: value for name, value in given.items() if value is not None}
-        options = switches | {
-            "max_num_seqs": 4,  # a conversation has one request at a time: this bounds the KV cache
-            "seed": random.getrandbits(32) if seed is None else seed,
-        }
-        load = loader(options, asked, raw)
+        load = make_load(switches, asked, raw, tools is not None, url, api_key, not alone)
         if question is None:
             changes = asked if go_on else None
             return converse(load, model, instructions, changes, raw, plain, verbose, ctx.command_path, tools)
         messages: list[dict] = [{"role": "system", "content": instructions}] if instructions else []
-        messages.append({"role": "user", "content": with_images(question, model, image or [])})
-        return answer(load, model, question if raw else messages, plain, as_json)
+        messages.append({"role": "user", "content": with_images(question, image or [])})
+        return answer(load, model, question if raw else messages, bool(image), plain, as_json)
 
     run_command(work, verbose)
 
 
-def loader(options: dict, asked: dict, raw: bool) -> Callable:
-    """Make the function that loads a model. It takes --model and returns the LLM, its name and its sampling settings.
-
-    Raises: ValueError, TypeError for options that are wrong whatever the model is.
-    """
+def make_load(
+    switches: dict[str, Any],
+    asked: dict[str, Any],
+    raw: bool,
+    tools: bool,
+    url: str | None,
+    key: str | None,
+    attach: bool,
+) -> "Load":
+    """What gets the model, as the options say. Raises: ValueError, TypeError for options that are wrong whatever the
+    model is."""
     from nanopage import EngineConfig, SamplingParams
-    from nanopage.weights import hub
+    from nanopage.terminal.calls import Server
+    from nanopage.terminal.loading import FromHere, FromServer
 
     SamplingParams(**asked)
-    EngineConfig(**options)
-
-    def load(model: str | None):
-        path = hub.resolve(model)
-        name = hub.name_of(model)
-        loading = f"Loading {name}: {weights_gb(path):.1f} GB of weights"
-        with spinner(loading) as update:
-            from nanopage import LLM
-            from nanopage.device import resolve_device
-
-            on_cpu = resolve_device(options["device"]).type == "cpu"
-            chunk = {"max_num_batched_tokens": CHUNK} if on_cpu else {}
-
-            def show(done: int, total: int) -> None:
-                update(f"{loading}, {done / total:.0%}")
-
-            llm = LLM(str(path), on_progress=show, **options, **chunk)
-        if not raw and llm.get_tokenizer().chat_template is None:
-            raise ValueError(f"{name} has no chat template: it is a base model. --raw lets it go on with your text")
-        params = llm.get_default_sampling_params()
-        if params == SamplingParams():  # the model changes nothing: greedy decoding is best for small models
-            params = SamplingParams(temperature=0)
-        # Small models do not always find an end.
-        return llm, name, dataclasses.replace(params, **{"max_tokens": 1024} | asked)
-
-    return load
+    if url is None:
+        if key is not None and not attach:
+            refuse("--api-key is for a server, and --no-attach uses none")
+        return FromHere(switches, asked, raw, tools, attach, key)
+    if given := ", ".join(EngineConfig(**switches).given(*switches)):
+        refuse(f"{given} is for an engine in this process, and --url names a server, whose engine has its own options")
+    if not attach:
+        refuse("--no-attach loads the model in this process, and --url names a server")
+    return FromServer(Server.at(url, os.environ.get("OPENAI_API_KEY") or None if key is None else key), asked)
 
 
 def converse(
-    load: Callable,
+    load: "Load",
     model: str | None,
     system: str | None,
     changes: dict | None,
@@ -170,17 +162,15 @@ def converse(
 
         toolbox = Toolbox(tools, input)
     with unechoed():
-        llm, name, params = load(model)
-        if toolbox is not None:
-            toolbox.format_of(llm.get_tokenizer().template_for(True))
+        loaded = load(model)
 
         from nanopage.terminal.commands import WITH_ALIASES
         from nanopage.terminal.conversation import Conversation
         from nanopage.terminal.session import Session
 
-        session = Session(params, system, model=name)
-        conversation = Conversation(llm, session, WITH_ALIASES, raw, plain, verbose, kept, model, load, toolbox)
-        del llm  # /model frees it
+        session = Session(loaded[2], system, model=loaded[1])
+        conversation = Conversation(loaded[0], session, WITH_ALIASES, raw, plain, verbose, kept, model, load, toolbox)
+        del loaded  # /model frees it
         say(f"{conversation.describe_model()}. /help lists commands, Ctrl-D leaves.")
         if last is not None and changes is not None:
             conversation.load_file(last, system, changes)
@@ -214,52 +204,44 @@ def decoded(text: str, name: str) -> str:
     return text
 
 
-def with_images(question: str, model: str | None, files: list[Path]) -> str | list[dict]:
+def with_images(question: str, files: list[Path]) -> str | list[dict]:
     """The content of a message, with the images of these files. Raises: ValueError, OSError naming what is wrong."""
     if not files:
         return question
-    from nanopage.terminal.images import Images, check_sight
-    from nanopage.weights import hub, loader
+    from nanopage.terminal.images import Images
 
     images = Images()
     kept = [images.add(str(file)) for file in files]
-    check_sight(loader.read_config(hub.resolve(model)), hub.name_of(model))
     return images.put([{"role": "user", "content": question, "images": kept}])[0]["content"]
 
 
-def answer(load: Callable, model: str | None, asked: str | list[dict], plain: bool, as_json: bool) -> int:
+def answer(load: "Load", model: str | None, asked: str | list[dict], sight: bool, plain: bool, as_json: bool) -> int:
     """One answer on stdout, as text (its figures on stderr) or as JSON. Returns the exit code.
 
-    Args: asked: a text to go on with, or messages.
+    Args:
+        asked: a text to go on with, or messages.
+        sight: whether they have images.
     """
     with unechoed():
-        llm, name, params = load(model)
+        loaded, name, params = load(model, sight)
 
-    from nanopage.terminal.reply import encode, generate
+    from nanopage.terminal.reply import Request, generate
 
-    prompt = encode(llm, asked)
     with interruptible() as interrupt:
-        reply = generate(llm, prompt, params, interrupt, plain, show=not as_json)
+        reply = generate(loaded, Request(asked, params), interrupt, plain, show=not as_json)
     if reply is None:  # Ctrl-C came before the first token
         return 130
     if as_json:
-        figures = dataclasses.asdict(reply)
-        del figures["token_ids"]
-        text = json.dumps({"model": name} | figures, ensure_ascii=False)
+        text = json.dumps({"model": name} | reply.figures(), ensure_ascii=False)
         # DEL and C1, which JSON allows, could move a terminal's cursor.
         print(re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text), flush=True)
     else:
         if ending := reply.ending(params.max_tokens):
             say(ending)
-        say(reply.footer(llm.engine.max_model_len))
+        say(reply.footer(loaded.max_model_len))
     if reply.error is not None:
         return 1
     return 0 if interrupt.signum is None else 130
-
-
-def weights_gb(path: Path) -> float:
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files) / 1e9
 
 
 def refuse(message: str) -> NoReturn:

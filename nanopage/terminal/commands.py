@@ -7,14 +7,11 @@ from datetime import datetime
 from pathlib import Path
 
 from nanopage.params import SamplingParams
-from nanopage.terminal.blocks import CACHED, FREE, draw
 from nanopage.terminal.conversation import RULE, Command, Conversation
 from nanopage.terminal.images import images_of
 from nanopage.terminal.prompt import edit
 from nanopage.terminal.session import Session, check_setting
 from nanopage.terminal.text import say, say_drawn, say_table
-from nanopage.text.detokenizer import REPLACEMENT
-from nanopage.view.frames import Frames, Picture
 
 MAP_LINES = 20  # lines of the map of /blocks
 
@@ -52,16 +49,19 @@ def change_setting(chat: Conversation, argument: str | None) -> None:
         params = chat.session.changed(name, value)
     elif equals:
         raise ValueError(f"/set {name}= needs a value; /set {name} default resets it")
-    chat.check_settings(params)
+    chat.model.check(params)
     chat.session.params = params
+    if value:
+        (chat.given.discard if value == "default" else chat.given.add)(name)
     say(f"{name} = {getattr(params, name)!r}")
 
 
 def show(chat: Conversation, argument: str | None) -> None:
+    limit = chat.model.max_model_len
     say_table(
         [
             ("model", chat.describe_model()),
-            ("context", f"{chat.llm.engine.max_model_len:,} tokens; {RULE}"),
+            ("context", f"{limit:,} tokens; {RULE}" if limit else "the server does not say how long it is"),
             ("system", chat.session.system or "-"),
             ("images", _describe(chat, [*images_of(chat.session.messages), *chat.attached]) or "-"),
         ]
@@ -100,26 +100,9 @@ def continue_reply(chat: Conversation, argument: str | None) -> None:
         raise ValueError("no reply to continue")
     if chat.last is not None and chat.last.finish_reason == "stop":
         raise ValueError("the last reply is whole: it ended by itself")
-    begun, ids = _begun(chat)
+    begun, ids = chat.model.begun(chat.session.messages[-1]["content"], chat.last_ids, chat.session.params)
     steps = chat.session.messages[-1].get("steps", ())
     chat.reply(chat.session.messages[:-1], "The reply is as it was before", begun, ids, steps)
-
-
-def _begun(chat: Conversation) -> tuple[str, list[int]]:
-    """The last reply and its tokens, up to the last whole character. A model completes a character from its bytes."""
-    tokenizer, text = chat.llm.get_tokenizer(), chat.session.messages[-1]["content"]
-    if not chat.last_ids:
-        return text, tokenizer.encode(text, add_special_tokens=False)
-    for cut in range(4):
-        ids = chat.last_ids[: len(chat.last_ids) - cut]
-        if not tokenizer.decode(ids[-8:]).endswith(REPLACEMENT):
-            break
-    else:
-        return text, chat.last_ids  # bytes that are no character at all
-    text = text.removesuffix(REPLACEMENT) if cut else text
-    # At Ctrl-C, the end may have been hidden still, as the possible beginning of a stop string.
-    decoded = tokenizer.decode(ids, chat.session.params.skip_special_tokens)
-    return decoded if decoded.startswith(text) else text, ids
 
 
 def regenerate(chat: Conversation, argument: str | None) -> None:
@@ -192,29 +175,25 @@ def model(chat: Conversation, argument: str | None) -> None:
 
 
 def stats(chat: Conversation, argument: str | None) -> None:
-    replies, blocks = chat.replies, chat.llm.engine.scheduler.block_manager
-    tokens_in, cached = sum(r.num_prompt_tokens for r in replies), sum(r.num_cached_tokens for r in replies)
-    used = blocks.num_blocks - blocks.num_free_blocks
+    replies = chat.replies
+    tokens_in, cached = sum(r.num_prompt_tokens or 0 for r in replies), sum(r.num_cached_tokens or 0 for r in replies)
     say_table(
         [
             ("replies", str(len(replies))),
             ("tokens in", f"{tokens_in:,}, of which {cached:,} came from the prefix cache"),
-            ("tokens out", f"{sum(r.num_output_tokens for r in replies):,}"),
+            ("tokens out", f"{sum(r.num_output_tokens or 0 for r in replies):,}"),
             ("TTFT", _average("{:.2f} s", [r.time_to_first_token for r in replies])),
             ("prefill", _average("{:,.0f} tok/s", [r.prefill_rate for r in replies])),
             ("decode", _average("{:,.1f} tok/s", [r.decode_rate for r in replies])),
-            (
-                "KV blocks",
-                f"{used:,} in use, {blocks.num_cached_blocks:,} cached, {blocks.num_blocks:,} in all, "
-                f"of {blocks.block_size} tokens",
-            ),
+            *chat.model.figures(),
         ]
     )
 
 
 def blocks(chat: Conversation, argument: str | None) -> None:
-    engine, picture = chat.llm.engine, Picture()
-    picture.apply(Frames(engine, engine.model_path.name).key())
+    picture = chat.model.picture()
+    from nanopage.terminal.blocks import CACHED, FREE, draw  # imports the engine
+
     say_drawn(lambda width: draw(picture, width, MAP_LINES))
     say(f"{FREE} free, {CACHED} only in the prefix cache, a number: of that request. The sentences: the last step.")
 

@@ -2,27 +2,26 @@
 
 import bisect
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nanopage.grammar.tool_formats import ToolFormat
-from nanopage.llm import LLM
-from nanopage.params import SamplingParams
 from nanopage.terminal.images import Images, check_sight, images_of
 from nanopage.terminal.kept import Kept
 from nanopage.terminal.prompt import Prompt, unquoted
-from nanopage.terminal.reply import Reply, count_tokens, encode, generate, shows_markdown
+from nanopage.terminal.reply import Model, Reply, Request, generate, shows_markdown
 from nanopage.terminal.session import SETTINGS, Session, nearest, state_directory
 from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.text import describe_error, say
-from nanopage.terminal.tools import Toolbox
-from nanopage.text.tokenizer import Tokenizer
-from nanopage.weights import hub, loader
+
+if TYPE_CHECKING:
+    from nanopage.terminal.loading import Load
+    from nanopage.terminal.tools import Toolbox
 
 WARN_AT = 0.8  # share of the context
 MAX_CALLS = 8  # replies with calls of tools to one message; the next reply is the last
-Load = Callable[[str | None], tuple[LLM, str, SamplingParams]]
 Command = tuple[str, str, Callable[["Conversation", str | None], None]]  # form of its argument, description, function
 RULE = (
     "when the context is full the oldest turns are left out, whole, until a quarter of it is free; "
@@ -38,41 +37,43 @@ class Conversation:
     """A conversation at a terminal.
 
     Args:
-        llm: the model.
+        model: what answers.
         session: the turns and settings to begin with.
         commands: the commands (lines that begin with a slash), by name.
         raw: use no chat template. Each message is added as it is to one text, which the model goes on with.
         plain: show replies as text, not as rendered Markdown.
         verbose: say more, and show the tracebacks of errors.
         kept: writes the conversation to disk while it goes on. None: write neither the conversation nor a history.
-        model: the argument with which `load` made `llm`.
-        load: makes another LLM, with its name and its settings, for /model.
+        argument: the argument with which `load` made `model`.
+        load: gets another model, for /model.
         toolbox: functions that the model may call.
     """
 
     def __init__(
         self,
-        llm: LLM,
+        model: Model,
         session: Session,
         commands: Mapping[str, Command],
         raw: bool,
         plain: bool,
         verbose: bool = False,
         kept: Kept | None = None,
-        model: str | None = None,
-        load: Load | None = None,
-        toolbox: Toolbox | None = None,
+        argument: str | None = None,
+        load: "Load | None" = None,
+        toolbox: "Toolbox | None" = None,
     ):
-        self._llm: LLM | None = llm
+        self._model: Model | None = model
         self.commands, self.toolbox = commands, toolbox
         self.session, self.raw, self.plain, self.verbose, self.kept = session, raw, plain, verbose, kept
-        self._model, self._load = model, load
-        self._loaded: dict[str | None, str | None] = {session.model: model}  # shown name -> argument of `load`
+        self._argument, self._load = argument, load
+        self._loaded: dict[str | None, str | None] = {session.model: argument}  # shown name -> argument of `load`
         self.defaults = session.params
+        self.given: set[str] = set()  # settings that the user has set, even if to the default
         self.replies: list[Reply] = []
         self.known: list[int] = []  # tokens with which the next prompt should begin
         self.last: Reply | None = None  # the session's last reply, if this process generated its end
-        self.last_ids: list[int] = []  # all tokens of that reply
+        self.last_ids: list[int] = []  # all tokens of that reply, if they are known
+        self.counted = False  # whether the tokens of the last prompt could be counted before it was sent
         self.earlier: list[tuple[list[dict], int, str]] = []  # for /undo: messages, `first`, and the words to say
         self.images, self.attached = Images(), list[dict]()  # attached: what goes with the next message
         self.done = False
@@ -81,10 +82,10 @@ class Conversation:
             import nanopage.terminal.markdown  # noqa: F401 (imported now, so that the first token does not wait)
 
     @property
-    def llm(self) -> LLM:
-        if self._llm is None:
+    def model(self) -> Model:
+        if self._model is None:
             raise RuntimeError("no model is loaded: /model PATH loads one")
-        return self._llm
+        return self._model
 
     def run(self) -> int:
         """Read and answer until the user leaves. Returns the exit code."""
@@ -192,43 +193,33 @@ class Conversation:
         """
         begun_ids, steps = begun_ids or [], list(steps)
         for number in range(MAX_CALLS + 1):
-            first = self._fit(messages, len(begun_ids), steps)
+            reads_calls = not begun and number < MAX_CALLS
+            request = functools.partial(self._request, messages, steps, reads_calls, begun, begun_ids)
+            first = self._fit(messages, request)
             if first > self.session.first:
                 say(f"The context is full: the oldest {first // 2} turn(s) are no longer sent.")
                 self.known = []
-            prompt = self._encode(messages, first, steps)
-            tool_format = None if self.toolbox is None or begun or number == MAX_CALLS else self._tool_format()
-            reader, params = None, self.session.params
-            if self.toolbox is not None and tool_format is not None:
-                reader = self.toolbox.make_reader(tool_format)
-                params = dataclasses.replace(params, skip_special_tokens=False)  # they may be marks of calls
             with interruptible(self._typed) as interrupt:
-                options: dict = {"begun": begun, "begun_ids": begun_ids, "reader": reader}
-                reply = generate(self.llm, prompt, params, interrupt, self.plain, **options)
+                reply = generate(self.model, request(first), interrupt, self.plain)
                 if reply is None:
                     break
                 self.replies.append(reply)
-                calls = reader.whole.calls if reader is not None and reply.finish_reason == "stop" else []
-                if not calls:
+                if not reply.calls:
                     message = {"role": "assistant", "content": begun + reply.text} | ({"steps": steps} if steps else {})
                     self.become([*messages, message], first, undone)
-                    self.last, self.last_ids = reply, reply.token_ids[reply.num_prompt_tokens - len(begun_ids) :]
+                    num_before = (reply.num_prompt_tokens or 0) - len(begun_ids)
+                    self.last, self.last_ids = reply, reply.token_ids[num_before:]
             self._say_figures(reply)
-            if not calls:
+            if not reply.calls:
                 return
-            assert self.toolbox is not None and tool_format is not None and reader is not None
-            steps += self.toolbox.answer(reader.whole.content, calls, tool_format)
+            assert self.toolbox is not None
+            steps += self.toolbox.answer(reply.content, reply.calls)
         say("Stopped before anything came: the conversation is as it was.")
-
-    def _tool_format(self) -> ToolFormat | None:
-        """How the model writes calls; None without a chat template."""
-        template = self.llm.get_tokenizer().template_for(True)
-        return None if self.toolbox is None or self.raw else self.toolbox.format_of(template)
 
     def _say_figures(self, reply: Reply) -> None:
         if ending := reply.ending(self.session.params.max_tokens):
             say(f"{ending} (/continue goes on)")
-        limit = self.llm.engine.max_model_len
+        limit = self.model.max_model_len
         say(reply.footer(limit))
         same = _common_prefix(self.known, reply.token_ids)
         if self.verbose and same < len(self.known) - 1:  # the last token's K and V have never been computed
@@ -237,36 +228,41 @@ class Conversation:
                 "the cache serves what is before"
             )
         self.known = reply.token_ids
-        used = len(reply.token_ids)
-        if used >= WARN_AT * limit:
-            say(f"{used / limit:.0%} of the context is used: {RULE}.", "yellow")
+        if limit is not None and reply.num_tokens >= WARN_AT * limit:
+            what_then = f": {RULE}" if self.counted else ", and the server does not count what would fit"
+            say(f"{reply.num_tokens / limit:.0%} of the context is used{what_then}.", "yellow")
 
-    def _prompt(self, messages: list[dict], first: int) -> str | list[dict]:
+    def _request(
+        self, messages: list[dict], steps: list[dict], reads_calls: bool, begun: str, begun_ids: list[int], first: int
+    ) -> Request:
+        """What to send for these messages from `first` on, and for what followed the last of them."""
+        prompt: str | list[dict]
         if self.raw:
-            return "".join(message["content"] for message in messages[first:])
-        return self.session.prompt(messages, first)
+            prompt = "".join(message["content"] for message in messages[first:])
+        else:
+            prompt = self.images.put(self.session.prompt(messages, first)) + steps
+        tools = None if self.toolbox is None else self.toolbox.describe()
+        return Request(prompt, self.session.params, frozenset(self.given), tools, reads_calls, begun, begun_ids)
 
-    def _encode(self, messages: list[dict], first: int, steps: list[dict]) -> dict:
-        """The prompt for these messages, and for what followed the last of them."""
-        prompt = self._prompt(messages, first)
-        if isinstance(prompt, str):
-            return encode(self.llm, prompt)
-        sent = self.images.put(prompt) + steps
-        return encode(self.llm, sent, None if self.toolbox is None else self.toolbox.describe())
-
-    def _fit(self, messages: list[dict], num_begun: int, steps: list[dict]) -> int:
+    def _fit(self, messages: list[dict], request: Callable[[int], Request]) -> int:
         """The index of the first message to send: the same as before, or a later one if a reply would not fit (RULE).
+        If the tokens cannot be counted, it is the same.
 
-        Many turns are left out at once, because what follows them is computed again. `num_begun` tokens follow the
-        messages.
+        Many turns are left out at once, because what follows them is computed again.
+
+        Args: request: what would be sent from a message on.
         """
 
         def count(first: int) -> int:
-            return count_tokens(self.llm, self._encode(messages, first, steps)) + num_begun
+            return self.model.count(request(first)) or 0
 
-        limit, first = self.llm.engine.max_model_len, self.session.first
+        limit, first = self.model.max_model_len, self.session.first
+        tokens = None if limit is None else self.model.count(request(first))
+        self.counted = tokens is not None
+        if limit is None or tokens is None:
+            return first
         reserved = min(self.session.params.max_tokens or limit, limit // 8)
-        if count(first) + reserved <= limit:
+        if tokens + reserved <= limit:
             return first
         turns = range(first, len(messages), 2)
         fits = bisect.bisect_left(turns, True, key=lambda turn: count(turn) <= limit * 3 // 4)
@@ -282,18 +278,13 @@ class Conversation:
         self.last, self.last_ids = None, []
 
     def describe_model(self) -> str:
-        engine = self.llm.engine
-        return f"{self.session.model}, {engine.capacity.dtype} on {engine.capacity.device}"
-
-    def check_settings(self, params: SamplingParams) -> None:
-        """Raises ValueError for settings that this model refuses, such as tokens that it does not have."""
-        self.llm.engine.input_processor.make_request("check", {"prompt_token_ids": [0]}, params)
+        return f"{self.session.model}, {self.model.where}"
 
     def check_images(self) -> None:
         """Raises: ValueError if no images can be sent here."""
         if self.raw:
             raise ValueError("--raw has no chat template to send images by")
-        check_sight(self.llm.engine.model_config, self.session.model)
+        check_sight(self.model.sees_images, self.session.model)
 
     def undo(self) -> str:
         """Take back the last change of the conversation. Returns words for it. Raises ValueError if there is none."""
@@ -326,7 +317,7 @@ class Conversation:
             self.check_images()
             self.images.load(loaded.messages)
         try:
-            self.check_settings(loaded.params)
+            self.model.check(loaded.params)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{file} has settings that this model refuses: {error}") from None
         self.session, self.known, self.earlier = loaded, [], []
@@ -346,36 +337,26 @@ class Conversation:
         if self._load is None:
             raise ValueError("the model cannot be changed here")
         model = self._loaded.get(model, model)
-        self._check_model(model)
+        self._load.check(model, bool(self.attached or images_of(self.session.messages)))
         settings = self.session.settings()
         changed = {name: value for name, value in settings.items() if value != getattr(self.defaults, name)}
         try:
             self._load_model(model, changed)
         except BaseException:
-            self._load_model(self._model, changed)
+            self._load_model(self._argument, changed)
             raise
-        self._model = self._loaded[self.session.model] = model
-
-    def _check_model(self, model: str | None) -> None:
-        """Raises ValueError, OSError if its files show that it cannot be loaded."""
-        path = hub.resolve(model)
-        checkpoint = loader.open_checkpoint(path)
-        config = loader.read_config(checkpoint)
-        if self.attached or images_of(self.session.messages):
-            check_sight(config, f"the conversation has images, and {path}")
-        if Tokenizer(checkpoint).chat_template is None and not self.raw:
-            raise ValueError(f"{path} has no chat template: it is a base model, and needs --raw")
+        self._argument = self._loaded[self.session.model] = model
 
     def _load_model(self, model: str | None, changed: dict) -> None:
         """Load another model. It uses its own settings, except for `changed`, which the user has set."""
         if self._load is None:
             raise RuntimeError("there is no way to load a model here")
-        self._llm = None  # free the old model first: two models may not fit into memory
+        self._model = None  # free the old model first: two models may not fit into memory
         gc.collect()
         with unechoed():
-            self._llm, name, defaults = self._load(model)
+            self._model, name, defaults = self._load(model)
         params = dataclasses.replace(defaults, **changed)
-        self.check_settings(params)
+        self.model.check(params)
         self.session.model, self.session.params, self.defaults = name, params, defaults
         self.known, self.last_ids = [], []
 

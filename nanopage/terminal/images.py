@@ -3,38 +3,57 @@ once: if it changes, the conversation goes on, but cannot be loaded again."""
 
 from __future__ import annotations
 
+import base64
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanopage.config.model import ModelConfig
 from nanopage.files.model_files import check_file
-from nanopage.vision.images import MAX_BYTES, decode
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from nanopage.config.model import ModelConfig
+
 FIELDS = {"path", "sha256"}  # of what a message keeps of an image
+KINDS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}  # by a file's beginning
+
+
+@dataclass(frozen=True)
+class ReadImage:
+    """An image: `pixels` for an engine in this process, and `data`, its file, for a server."""
+
+    pixels: Image
+    data: bytes
+
+    @property
+    def url(self) -> str:
+        """A data URL."""
+        kind = next(kind for beginning, kind in KINDS.items() if self.data.startswith(beginning))
+        return f"data:image/{kind};base64,{base64.b64encode(self.data).decode()}"
 
 
 class Images:
     """The images that this process has read, by the SHA-256 of their files."""
 
     def __init__(self) -> None:
-        self._read: dict[str, Image] = {}
+        self._read: dict[str, ReadImage] = {}
 
     def add(self, path: str) -> dict[str, str]:
         """Read an image. Returns what a message keeps of it. Raises: ValueError, OSError naming the file."""
+        from nanopage.vision.images import MAX_BYTES, decode  # takes longer to import than a server to answer
+
         file = Path(path).expanduser().absolute()
         check_file(file)
         with open(file, "rb") as opened:
             data = opened.read(MAX_BYTES + 1)
         try:
-            image = decode(data)
+            pixels = decode(data)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
         key = sha256(data).hexdigest()
-        self._read[key] = image
+        self._read[key] = ReadImage(pixels, data)
         return {"path": str(file), "sha256": key}
 
     def load(self, messages: list[dict]) -> None:
@@ -54,11 +73,11 @@ class Images:
         return put
 
     def describe(self, kept: dict[str, str]) -> str:
-        width, height = self._read[kept["sha256"]].size
+        width, height = self._read[kept["sha256"]].pixels.size
         return f"{Path(kept['path']).name} ({width} x {height} pixels)"
 
 
-def parts_of(text: str, images: list[Image]) -> list[dict]:
+def parts_of(text: str, images: list[ReadImage]) -> list[dict]:
     """The content of a message with images."""
     return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
 
@@ -68,9 +87,14 @@ def images_of(messages: list[dict]) -> list[dict[str, str]]:
     return [kept for message in messages for kept in message.get("images", ())]
 
 
-def check_sight(config: ModelConfig, name: str) -> None:
-    """Raises: ValueError naming a model that sees no images."""
-    if "image" not in config.encoders or config.pooling is not None:
+def sees_images(config: ModelConfig) -> bool:
+    """Whether a model sees images, and writes text."""
+    return "image" in config.encoders and config.pooling is None
+
+
+def check_sight(sees: bool | None, name: str) -> None:
+    """Raises: ValueError naming a model that sees no images. None: it is not known, and so it is tried."""
+    if sees is False:
         raise ValueError(f"{name} sees no images")
 
 

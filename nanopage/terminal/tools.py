@@ -5,10 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nanopage.grammar.tool_definitions import Tool
-from nanopage.grammar.tool_formats import ToolFormat, find_format
 from nanopage.grammar.tool_functions import describe_function, load_functions, read_arguments, run_function
 from nanopage.grammar.tool_pieces import ToolCall
-from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.terminal.text import say
 
 MAX_SHOWN = 500  # characters of a result on the screen; the model gets the whole result
@@ -31,24 +29,18 @@ class Toolbox:
         """The tools as chat templates take them."""
         return [tool.describe() for tool in self.tools]
 
-    def format_of(self, chat_template: str | None) -> ToolFormat:
-        """How a model with this template writes calls. Raises: ValueError if that is not known."""
-        return find_format(chat_template or "")
-
-    def make_reader(self, tool_format: ToolFormat) -> ReplyReader:
-        """A reader that finds the calls in a reply. Thoughts are content: the printer shows them in its own way."""
-        return ReplyReader(tool_format, [tool.name for tool in self.tools])
-
-    def answer(self, text: str, calls: list[ToolCall], tool_format: ToolFormat) -> list[dict]:
+    def answer(self, text: str, calls: list[tuple[str, ToolCall]]) -> list[dict]:
         """Run the calls of a reply, if the user agrees to each. Returns the messages to send after it: the reply
         itself, and the results.
 
-        Args: text: the model's text besides the calls.
+        Args:
+            text: the model's text besides the calls.
+            calls: with their ids.
+
         Raises: KeyboardInterrupt if the user presses Ctrl-C instead.
         """
         shown, results = [], []
-        for call in calls:
-            call_id = tool_format.make_id()
+        for call_id, call in calls:
             result, arguments = self._run(call)
             function = {"name": call.name, "arguments": arguments}
             shown.append({"id": call_id, "type": "function", "function": function})
@@ -56,8 +48,9 @@ class Toolbox:
         return [{"role": "assistant", "content": text, "tool_calls": shown}, *results]
 
     def _run(self, call: ToolCall) -> tuple[str, dict]:
-        function = self.functions[call.name]
         try:
+            if (function := self.functions.get(call.name)) is None:  # only a server may let it through
+                raise ValueError("there is no such function")
             arguments = read_arguments(function, call.arguments)
         except ValueError as error:
             say(f"The model calls {call.name} with {call.arguments:.{MAX_SHOWN}}: {error}", "yellow")

@@ -24,6 +24,7 @@ ENTRY = LocalServer(
     options={"dtype": "auto", "max_model_len": None},
     needs_key=False,
     has_template=True,
+    sees_images=False,
 )
 
 

@@ -14,7 +14,7 @@ from nanopage.files.local_servers import LocalServer, connect, socket_of
 from nanopage.server.one_engine import LocalSocket, OneEngine
 from nanopage.server.state import ServerState
 
-SERVER = LocalServer(socket.gethostname(), os.getpid(), "0", 1.0, "m", "m", "/m", {}, {}, False, True)
+SERVER = LocalServer(socket.gethostname(), os.getpid(), "0", 1.0, "m", "m", "/m", {}, {}, False, True, False)
 
 
 class Greet(asyncio.Protocol):

@@ -16,8 +16,10 @@ from nanopage import LLM, SamplingParams
 from nanopage.terminal.commands import ALIASES, COMMANDS, WITH_ALIASES
 from nanopage.terminal.conversation import Conversation
 from nanopage.terminal.kept import Kept
-from nanopage.terminal.reply import Reply, encode, generate
+from nanopage.terminal.local import LocalModel, check_model
+from nanopage.terminal.reply import Reply, generate
 from nanopage.terminal.session import SETTINGS, Session
+from nanopage.weights import hub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -33,22 +35,22 @@ def llm(tmp_path_factory):
 def chat(llm, monkeypatch):
     """A conversation whose prompts are recorded in `chat.sent`."""
     llm.engine.reset_prefix_cache()
-    made, sent, encoded = Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=False, plain=True), [], []
+    made, sent = talk(llm), []
 
-    def recorded_encode(llm, prompt, tools=None):
-        encoded.append(prompt)
-        return encode(llm, prompt, tools)
+    def recorded_generate(model, request, *args):
+        sent.append(request.prompt)
+        return generate(model, request, *args)
 
-    def recorded_generate(*args, **options):
-        sent.append(encoded[-1])
-        return generate(*args, **options)
-
-    monkeypatch.setattr(nanopage.terminal.conversation, "encode", recorded_encode)
     monkeypatch.setattr(nanopage.terminal.conversation, "generate", recorded_generate)
-    made.sent = sent
+    made.sent, made.llm = sent, llm
     yield made
     assert not llm.engine.has_unfinished_requests()
     assert llm.engine.scheduler.block_manager.num_free_blocks == 64
+
+
+def talk(llm, session=None, **options) -> Conversation:
+    session = session or Session(GREEDY, model="tiny")
+    return Conversation(LocalModel(llm), session, WITH_ALIASES, **{"raw": False, "plain": True} | options)
 
 
 def texts(messages) -> list[str]:
@@ -285,9 +287,7 @@ def test_kept_conversations_are_listed_and_loaded_by_number(chat, llm, tmp_path,
     with pytest.raises(ValueError, match="no other conversation is kept"):
         chat.take("/load")
     for question in ("first \x1b[2J question", "second question"):
-        other = Conversation(
-            llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=False, plain=True, kept=Kept(tmp_path)
-        )
+        other = talk(llm, kept=Kept(tmp_path))
         other._take_safely(question)
     (tmp_path / "2000-broken.json").write_text("{")
     os.utime(tmp_path / "2000-broken.json", (0, 0))
@@ -334,16 +334,23 @@ def test_model_changes_the_model_and_keeps_the_conversation(chat, llm, tmp_path,
     )
     loaded = []
 
-    def load(model):
-        loaded.append(model)
-        if model == str(tmp_path / "late"):
-            raise MemoryError("no room")
-        return (other, "other", SamplingParams(top_k=9)) if model == str(tmp_path / "other") else (llm, "tiny", GREEDY)
+    class Load:
+        def check(self, model, sight):
+            check_model(hub.resolve(model), raw=False, sight=sight)
+
+        def __call__(self, model):
+            loaded.append(model)
+            if model == str(tmp_path / "late"):
+                raise MemoryError("no room")
+            is_other = model == str(tmp_path / "other")
+            return (
+                (LocalModel(other), "other", SamplingParams(top_k=9)) if is_other else (LocalModel(llm), "tiny", GREEDY)
+            )
 
     with pytest.raises(ValueError, match="cannot be changed"):
         chat.take("/model x")
     shutil.copytree(llm.engine.model_path, tmp_path / "tiny")
-    chat._load, chat._model, chat._loaded = load, str(tmp_path / "tiny"), {"tiny": str(tmp_path / "tiny")}
+    chat._load, chat._argument, chat._loaded = Load(), str(tmp_path / "tiny"), {"tiny": str(tmp_path / "tiny")}
     chat.take("one")
     chat.take("/set top_p 0.5")
     (tmp_path / "base").mkdir()
@@ -353,7 +360,7 @@ def test_model_changes_the_model_and_keeps_the_conversation(chat, llm, tmp_path,
     assert loaded == []  # nothing was unloaded for a model that cannot be
     chat.take(f"/model {tmp_path / 'other'}")
     assert "other, float32 on cpu" in capsys.readouterr().err
-    assert chat.llm is other
+    assert chat.model.llm is other
     assert (chat.session.params.top_k, chat.session.params.top_p) == (9, 0.5)  # its own, and what was set
     chat.take("two")
     assert texts(chat.sent[-1])[::2] == ["one", "two"]
@@ -361,7 +368,7 @@ def test_model_changes_the_model_and_keeps_the_conversation(chat, llm, tmp_path,
     with pytest.raises(MemoryError, match="no room"):
         chat.take(f"/model {tmp_path / 'late'}")
     assert loaded[-1] == str(tmp_path / "other")  # which is there again
-    assert chat.llm is other
+    assert chat.model.llm is other
     chat.take("/model")
     assert "other, float32 on cpu" in capsys.readouterr().err
     del loaded[:]
@@ -452,7 +459,7 @@ def test_a_signal_in_a_reply_keeps_what_came_and_leaves_with_its_code(chat, monk
 def test_a_prompt_is_read_in_chunks_and_a_first_ctrl_c_ends_the_reading_after_one(tmp_path, monkeypatch, capsys):
     path = tiny_model(tmp_path / "model")
     llm = LLM(str(path), device="cpu", num_gpu_blocks_override=64, enforce_eager=True, max_num_batched_tokens=16)
-    chat = Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=False, plain=True)
+    chat = talk(llm)
     shown = []
 
     @contextlib.contextmanager
@@ -460,7 +467,7 @@ def test_a_prompt_is_read_in_chunks_and_a_first_ctrl_c_ends_the_reading_after_on
         shown.append(text)
         yield shown.append
 
-    monkeypatch.setattr("nanopage.terminal.reply.spinner", recorded)
+    monkeypatch.setattr("nanopage.terminal.local.spinner", recorded)
     chat.take("the cat and the dog " * 4)  # 37 tokens
     tokens = chat.replies[0].num_prompt_tokens
     assert shown == [f"reading {tokens} tokens", *(f"reading {n} of {tokens} tokens" for n in (16, 32, tokens))]
@@ -489,7 +496,7 @@ def test_a_prompt_is_read_in_chunks_and_a_first_ctrl_c_ends_the_reading_after_on
 @pytest.mark.parametrize("seconds", [0.03, 12_345.6, None])
 def test_the_footer_fits_80_columns(tokens, cached, out, seconds):
     rate = None if seconds is None else 1e6 / seconds
-    footer = Reply("", "stop", tokens, cached, out, seconds, rate, rate, [0] * 9).footer(9)
+    footer = Reply("", "stop", tokens, cached, out, seconds, rate, rate).footer(tokens + out)
     assert len(footer) <= 80
     assert footer.startswith(f"{tokens:,} tokens in ({cached:,} cached), {out:,} out")
     assert footer.endswith("context 100%")
@@ -506,7 +513,7 @@ def test_the_footer_fits_80_columns(tokens, cached, out, seconds):
     ],
 )
 def test_a_reply_that_is_not_whole_says_why(reason, out, ending):
-    assert Reply("", reason, 1, 0, out, None, None, None, []).ending(1024) == ending
+    assert Reply("", reason, 1, 0, out, None, None, None).ending(1024) == ending
 
 
 def test_undo_clear_and_regen(chat, capsys):
@@ -541,7 +548,7 @@ def test_save_and_load_go_on_where_it_was(chat, llm, tmp_path, capsys):
     chat.take("one")
     chat.take("/set top_k 7")
     chat.take(f"/save {tmp_path}/my session.json")
-    other = Conversation(llm, Session(SamplingParams(), model="other"), WITH_ALIASES, raw=False, plain=True)
+    other = talk(llm, Session(SamplingParams(), model="other"))
     other.take(f"/load {tmp_path}/my session.json")
     assert (other.session.messages, other.session.params) == (chat.session.messages, chat.session.params)
     shown = " ".join(capsys.readouterr().err.split())
@@ -639,7 +646,7 @@ def test_ctrl_c_keeps_what_came_and_frees_its_blocks(chat, monkeypatch, capsys, 
 
 
 def test_raw_goes_on_with_one_text(chat, llm, tmp_path):
-    raw = Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=True, plain=True)
+    raw = talk(llm, raw=True)
     raw.take("the cat")
     raw.take(" and then")
     assert chat.sent == ["the cat", "the cat" + raw.replies[0].text + " and then"]
@@ -689,7 +696,7 @@ def test_only_two_interrupts_at_the_prompt_leave(llm, monkeypatch):
             raise KeyboardInterrupt
 
     interrupted = []
-    chat = Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, raw=False, plain=True)
+    chat = talk(llm)
     monkeypatch.setattr("nanopage.terminal.conversation.Prompt", lambda *arguments: Prompt())
     monkeypatch.setattr("nanopage.terminal.conversation.say", say_once)
     assert chat.run() == 130

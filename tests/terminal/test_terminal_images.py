@@ -11,6 +11,8 @@ import chat as chat_program
 from nanopage import LLM, SamplingParams
 from nanopage.terminal.commands import WITH_ALIASES
 from nanopage.terminal.conversation import Conversation
+from nanopage.terminal.loading import FromHere
+from nanopage.terminal.local import LocalModel
 from nanopage.terminal.session import Session
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +44,8 @@ def files(tmp_path):
 
 def talk(llm, **options):
     llm.engine.reset_prefix_cache()
-    return Conversation(llm, Session(GREEDY, model="tiny"), WITH_ALIASES, **{"raw": False, "plain": True} | options)
+    options = {"raw": False, "plain": True} | options
+    return Conversation(LocalModel(llm), Session(GREEDY, model="tiny"), WITH_ALIASES, **options)
 
 
 def turn(role, text, *images):
@@ -91,7 +94,7 @@ def test_what_cannot_be_sent_is_refused_by_name(llm, model, files, tmp_path, cap
         with pytest.raises((ValueError, OSError), match=error):
             chat.take(f"/image {argument}")
         assert chat.attached == []
-    chat = talk(llm, load=lambda name: None)
+    chat = talk(llm, load=FromHere({}, {}, raw=False, tools=False, attach=False))
     chat.take(f"/image {files[0]}")
     with pytest.raises(ValueError, match=f"the conversation has images, and {model} sees no images"):
         chat.take(f"/model {model}")

@@ -5,13 +5,14 @@ import dataclasses
 import pytest
 from helpers import tiny_model
 
-import nanopage.terminal.conversation
 from nanopage import LLM, SamplingParams
+from nanopage.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanopage.terminal.commands import WITH_ALIASES
 from nanopage.terminal.conversation import MAX_CALLS, Conversation
-from nanopage.terminal.reply import Reply, encode
+from nanopage.terminal.local import LocalModel
 from nanopage.terminal.session import Session
 from nanopage.terminal.tools import Toolbox
+from nanopage.text.tool_prompt import render_chat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,27 +42,26 @@ def llm(tmp_path_factory):
 def talk(llm, tmp_path, monkeypatch, capsys):
     """Answers a message with scripted replies and typed answers. Returns what was on the screen."""
     (tmp_path / "sums.py").write_text(MODULE)
-    typed, replies, sent = [], [], []
+    typed, replies, sent, shown_special = [], [], [], []
     toolbox = Toolbox(tmp_path / "sums.py", lambda question: (print(question), typed.pop(0))[1])
 
-    def recorded_encode(llm, prompt, tools=None):
-        sent.append((prompt, tools))
-        return encode(llm, prompt, tools)
+    def recorded_render(tokenizer, messages, tools):
+        sent.append((messages, tools))
+        return render_chat(tokenizer, messages, tools)
 
-    def scripted_generate(llm, prompt, params, interrupt, plain, begun, begun_ids, reader):
-        ids = prompt["prompt_token_ids"]
+    def scripted_stream(prompt, params):
         text = replies.pop(0)
-        for character in text if reader is not None else ():
-            reader.feed(character)
-        if reader is not None:
-            reader.end()
-        assert reader is None or not params.skip_special_tokens
-        return Reply(text, "stop", len(ids), 0, 5, 0.1, None, None, [*ids, 1, 2])
+        shown_special.append(not params.skip_special_tokens)
+        for end in range(1, len(text) + 1):
+            ended = "stop" if end == len(text) else None
+            completion = CompletionOutput(0, text[:end], [5] * end, finish_reason=ended, delta=text[end - 1])
+            ids = prompt["prompt_token_ids"]
+            yield RequestOutput("0", None, ids, [completion], ended is not None, RequestMetrics(0.0))
 
-    monkeypatch.setattr(nanopage.terminal.conversation, "encode", recorded_encode)
-    monkeypatch.setattr(nanopage.terminal.conversation, "generate", scripted_generate)
+    monkeypatch.setattr("nanopage.terminal.local.render_chat", recorded_render)
+    monkeypatch.setattr(llm, "stream", scripted_stream)
     chat = Conversation(
-        llm, Session(SamplingParams(temperature=0)), WITH_ALIASES, raw=False, plain=True, toolbox=toolbox
+        LocalModel(llm), Session(SamplingParams(temperature=0)), WITH_ALIASES, raw=False, plain=True, toolbox=toolbox
     )
 
     def talk(message, script, answers):
@@ -71,7 +71,7 @@ def talk(llm, tmp_path, monkeypatch, capsys):
         shown = capsys.readouterr()
         return shown.out + shown.err
 
-    talk.chat, talk.sent = chat, sent
+    talk.chat, talk.sent, talk.shown_special = chat, sent, shown_special
     talk.ran = toolbox.functions["add"].__globals__["ran"]
     return talk
 
@@ -80,6 +80,7 @@ def test_a_call_runs_after_it_was_confirmed(talk):
     shown = talk("2 and 3?", [f"I add.\n{CALL}", "It is 5."], ["y"])
     assert "add(a=2, b=3)" in shown and "Run it? [y/N]" in shown and "-> 5" in shown
     assert talk.ran == [(2, 3)]
+    assert talk.shown_special == [True, True]  # they may be marks of calls
     user, assistant = talk.chat.session.messages
     assert (user["content"], assistant["content"]) == ("2 and 3?", "It is 5.")
     call, result = assistant["steps"]
