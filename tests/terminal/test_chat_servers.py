@@ -409,9 +409,10 @@ def test_a_chat_uses_the_server_that_has_its_model(served):
     own = chat(*of(path), *SAME, "--no-attach", "--system", "Be brief.", stdin="where is the cat?")
     assert (attached.exit_code, attached.stdout_bytes) == (0, own.stdout_bytes)
     assert "Using" not in own.stderr
-    raw = [chat(*of(path), *SAME, *options, "--raw", "the cat") for options in ([], ["--no-attach"])]
-    assert raw[0].stdout_bytes == raw[1].stdout_bytes != own.stdout_bytes
-    assert "Using" in raw[0].stderr
+    for more in (["--raw"], ["--temperature", "1", "--seed", "5"]):
+        attached, alone = (chat(*of(path), *SAME, *more, *how, "the cat") for how in ([], ["--no-attach"]))
+        assert attached.stdout_bytes == alone.stdout_bytes != own.stdout_bytes
+        assert "Using" in attached.stderr
 
 
 @pytest.mark.parametrize(
