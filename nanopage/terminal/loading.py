@@ -22,7 +22,7 @@ PROBE_SECONDS = 1.0  # for a server here to answer
 # Options that change what a model answers, or when its context is full.
 OF_ANSWERS = (
     *("dtype", "device", "max_model_len", "kv_cache_dtype", "quantization", "enforce_eager"),
-    *("hf_overrides", "load_format", "generation_config", "model_impl"),
+    *("hf_overrides", "load_format", "generation_config", "model_impl", "batch_invariant"),
 )
 Loaded = tuple[Model, str, SamplingParams]  # a model, its name and its settings
 
