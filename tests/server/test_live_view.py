@@ -17,7 +17,8 @@ from nanopage.aio.async_llm import EngineDeadError
 from nanopage.audio import WHISPER
 from nanopage.server.app import create_app
 from nanopage.server.live_view import LEASE_SECONDS, MAX_BEHIND, MAX_WATCHERS, LiveView, Watcher
-from nanopage.server.serve import Server, main, parser, why_no_view
+from nanopage.server.running import Server
+from nanopage.server.serve import main, parser, why_no_view
 from nanopage.server.state import ServerState
 from nanopage.view.explain import make_sentences
 from nanopage.view.frames import Frames, Picture
