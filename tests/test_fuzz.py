@@ -877,7 +877,7 @@ def check_world(
     return engine
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", "bfloat16"] if LONG or MANY else ["float32"])
 def invariant(request, tmp_path_factory, worker_id):
     """Options with `batch_invariant`, and a model with two layers of the default model's sizes. Its layers are compiled
     once for a dtype, and every process of a run loads them."""
