@@ -1,16 +1,21 @@
 """Finds a reply that repeats itself without end, as small models do.
 
-A reply is read as words, numbers and signs. A word is expected if it stood before in the same place: after the same two
-words, after the same last word, or two places behind the same word. A number is expected if it continues the count in
-its place. A sentence or line with only one unexpected place counts as expected, unless this place is a large part of
-it. So the guard finds exact loops, and also numbered lines, lines with one changing word, lists of "X: same sentence"
-and long paragraphs. A reply is a loop if nearly all of its last WINDOW words were expected.
+A reply is read as words, numbers and signs. A word is expected if it stood before in the same place: after the same
+three, two or one words, or two places behind the same word. A number is expected if it continues the count in its
+place. A sentence or line with only one unexpected place counts as expected, unless this place is a large part of it. So
+the guard finds exact loops, and also numbered lines, lines with one changing word, lists of "X: same sentence", code
+that counts, and long paragraphs. A reply is a loop if nearly all of its last WINDOW words were expected.
+
+Lists of names, tables and markup have short lines that differ in one word. So the unexpected words of a line are
+compared with its other words only, not with signs. In a line of over LINE words and signs, expected signs do not count
+beyond this length.
 
 A reply that goes round in circles has no such form ("I see you. You see me. I never see me."), but uses few words. So
 prose is a loop, too, if its last PROSE words are at most FEW different words. Prose has few signs besides punctuation.
 
-Of 4,290 pieces of Python's own code, of licenses and of nanopage's code and documents, 4,000 characters each, three are
-taken for loops: tables that Python's authors generated. The prose among them has 58 different words or more.
+Of 4,316 pieces of Python's own code, of licenses and of nanopage's code and documents, 4,000 characters each, four are
+taken for loops: tests of Python that are copies of one another. The prose among the pieces has 58 different words or
+more.
 """
 
 import re
@@ -19,6 +24,7 @@ from collections import Counter, deque
 WINDOW = 240  # words
 SHARE = 0.95  # expected share of these words in a loop
 LONGEST_UNIT = 40  # words of a sentence or line
+LINE = 5  # words and signs of a line; expected signs count only up to this length
 LONGEST_WORD = 12  # characters; a longer word counts as several
 PROSE, FEW = 200, 36  # words
 FEW_SIGNS = PROSE // 10  # the most digits, brackets, operators and the like among these words
@@ -33,8 +39,8 @@ class LoopGuard:
         self._rest = ""  # the end of the text, whose last word may go on
         self._next: dict[tuple, str] = {}  # place -> the last word in this place
         self._counts: dict[tuple, tuple[int, int | None]] = {}  # place -> its last number, and the last step
-        self._last = ("", "")
-        self._unit: list[bool] = []  # whether each word of the present sentence or line was expected
+        self._last = ("", "", "")
+        self._unit: list[tuple[str, bool]] = []  # whether each word of the present sentence or line was expected
         self._window: deque[bool] = deque(maxlen=WINDOW)
         self._expected = 0  # expected words in the window
         self._prose: deque[str] = deque()  # words and signs, as many as PROSE words take
@@ -50,19 +56,24 @@ class LoopGuard:
         return any(found)
 
     def _read(self, word: str) -> bool:
-        self._unit.append(self._is_expected(word))
+        self._unit.append((word, self._is_expected(word)))
         if word not in (".", "!", "?", "\n") and len(self._unit) < LONGEST_UNIT:
             return False
         unit, self._unit = self._unit, []
-        surprises = [i for i, expected in enumerate(unit) if not expected]
+        is_line = word == "\n"
+        surprises = [i for i, (_, expected) in enumerate(unit) if not expected]
         in_one_place = not surprises or surprises[-1] - surprises[0] < len(surprises)
-        if in_one_place and 3 * len(surprises) <= len(unit):
-            unit = [True] * len(unit)
-        for expected in unit:
+        length = sum(expected and each.isalpha() for each, expected in unit) if is_line else len(unit)
+        forgiven = in_one_place and 3 * len(surprises) <= length
+        spare = len(unit) - LINE if is_line else 0
+        for each, expected in unit:
+            if spare > 0 and expected and not each.isalnum():
+                spare -= 1
+                continue
             if len(self._window) == WINDOW:
                 self._expected -= self._window[0]
-            self._window.append(expected)
-            self._expected += expected
+            self._window.append(expected or forgiven)
+            self._expected += self._window[-1]
         return len(self._window) == WINDOW and self._expected >= SHARE * WINDOW
 
     def _circles(self, word: str) -> bool:
@@ -85,8 +96,8 @@ class LoopGuard:
         """Whether a word was expected. Remembers it."""
         number = int(word) if word.isdecimal() else None
         word = "0" if number is not None else word
-        first, second = self._last
-        places = ((first, second), (second,), (first, None))
+        first, second, third = self._last
+        places = ((first, second, third), (second, third), (third,), (second, None))
         expected = any(self._next.get(place) == word for place in places)
         if number is not None:
             before = [self._counts.get(place) for place in places]
@@ -94,5 +105,5 @@ class LoopGuard:
             for place, count in zip(places, before, strict=True):
                 self._counts[place] = number, None if count is None else number - count[0]
         self._next |= dict.fromkeys(places, word)
-        self._last = second, word
+        self._last = second, third, word
         return expected
