@@ -18,17 +18,19 @@ WIDE = 3  # columns of a block that is shown with its request's number
 
 
 def draw(picture: Picture, width: int, height: int, tokens_per_second: float | None = None) -> RenderableType:
-    """The whole picture, in `height` lines of `width` columns as far as possible."""
+    """The whole picture, in `height` lines of `width` columns as far as possible. Totals are left out before the first
+    step."""
     key = picture.key
     owners = picture.owners()
     waiting, running, swapped = picture.queues
     free = key["num_blocks"] - len(owners) - len(picture.cached)
-    facts = [f"step {picture.last['step']}"]
+    steps = picture.last["step"]
+    facts = [f"step {steps}"] if steps else []
     if tokens_per_second is not None:
         facts.append(f"{tokens_per_second:.0f} tok/s")
     facts += [f"{len(running)} running", f"{len(waiting)} waiting", f"{len(swapped)} swapped"]
     hits = picture.hit_tokens / max(1, picture.prompt_tokens)
-    facts += [f"{picture.preempted} preempted", f"{hits:.0%} prefix hits"]
+    facts += [f"{picture.preempted} preempted", f"{hits:.0%} prefix hits"] if steps else []
     if picture.encoder:
         facts.append("{2} items looked up, {3} in the encoder cache".format(*picture.encoder))
     sentences = [text for _, _, text in picture.last["why"]][-MAX_SENTENCES:]

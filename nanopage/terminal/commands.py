@@ -37,7 +37,7 @@ def system(chat: Conversation, argument: str | None) -> None:
 
 def change_setting(chat: Conversation, argument: str | None) -> None:
     if argument is None:
-        _show_settings(chat)
+        _say_settings(chat.session.settings())
         return
     parts = re.fullmatch(r"([^\s=]*)\s*(=?)\s*(.*)", argument, re.DOTALL)
     name, equals, value = parts.groups() if parts else (argument, "", "")
@@ -66,11 +66,13 @@ def show(chat: Conversation, argument: str | None) -> None:
             ("images", _describe(chat, [*images_of(chat.session.messages), *chat.attached]) or "-"),
         ]
     )
-    _show_settings(chat)
+    usual, settings = SamplingParams(), chat.session.settings()
+    _say_settings({name: value for name, value in settings.items() if value != getattr(usual, name)})
+    say("The other settings have their default values; /set lists all.")
 
 
-def _show_settings(chat: Conversation) -> None:
-    say_table((name, repr(value)) for name, value in chat.session.settings().items())
+def _say_settings(settings: dict) -> None:
+    say_table((name, repr(value)) for name, value in settings.items())
 
 
 def image(chat: Conversation, argument: str | None) -> None:
@@ -195,7 +197,7 @@ def blocks(chat: Conversation, argument: str | None) -> None:
     from nanopage.terminal.blocks import CACHED, FREE, draw  # imports the engine
 
     say_drawn(lambda width: draw(picture, width, MAP_LINES))
-    say(f"{FREE} free, {CACHED} only in the prefix cache, a number: of that request. The sentences: the last step.")
+    say(f"{FREE} free, {CACHED} in the prefix cache. The sentences: the last step.")
 
 
 def _average(form: str, values: list[float | None]) -> str:

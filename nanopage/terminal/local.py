@@ -22,6 +22,7 @@ from nanopage.text.image_parts import take_images
 from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.text.tool_prompt import render_chat
+from nanopage.view.explain import explain
 from nanopage.view.frames import Frames, Picture
 from nanopage.weights import loader
 
@@ -32,7 +33,7 @@ class LocalModel:
     """An LLM as a Model."""
 
     def __init__(self, llm: LLM):
-        self.llm = llm
+        self.llm, self.num_requests = llm, 0
         self.max_model_len: int | None = llm.engine.max_model_len
         self.sees_images: bool | None = sees_images(llm.engine.model_config)
         self.where = f"{llm.engine.capacity.dtype} on {llm.engine.capacity.device}"
@@ -44,6 +45,7 @@ class LocalModel:
         return count_tokens(self.llm, self._encode(request))
 
     def stream(self, request: Request, interrupt: Interrupt) -> "LocalStream":
+        self.num_requests += 1
         return LocalStream(self.llm, request, self._encode(request), interrupt)
 
     def begun(self, text: str, ids: list[int], params: SamplingParams) -> tuple[str, list[int]]:
@@ -69,7 +71,8 @@ class LocalModel:
 
     def picture(self) -> Picture:
         picture, engine = Picture(), self.llm.engine
-        picture.apply(Frames(engine, engine.model_path.name).key())
+        why = [["", None, text] for text in explain(engine, lambda _: str(self.num_requests))]
+        picture.apply(Frames(engine, engine.model_path.name).key() | {"why": why})
         return picture
 
     def _encode(self, request: Request) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def test_a_session_with_every_command(model, tmp_path):
     terminal.ask("/set temperature 500", r"temperature must be a number from 0 to 100, not 500")
     terminal.ask("/set temperature 0", "temperature = 0")
     terminal.ask("/system Be brief.", "system message set")
-    terminal.ask("/show", "Be brief", "repetition_penalty")
+    terminal.ask("/show", "Be brief", "temperature", "/set lists all")
     terminal.ask("/hepl", r"no command /hepl: did you mean /help\?")
     terminal.ask("/regen", "the reply will be the same", FOOTER)
     terminal.ask("/undo", "The earlier reply is back; 3 turn")

@@ -99,15 +99,20 @@ def test_an_unknown_command_is_never_sent_and_two_slashes_are_a_message(chat):
     assert texts(chat.session.messages)[::2] == ["/help is a command", "/not a command\n  indented"]
 
 
-def test_help_names_every_command_and_show_every_setting(chat, capsys):
+def test_help_names_every_command_set_every_setting_and_show_those_that_are_not_the_default(chat, capsys):
     chat.take("/help")
     shown = capsys.readouterr().err
     assert all(name in shown for name in COMMANDS)
     assert "oldest turns" in shown
-    chat.take("/system Be brief [bold].")
-    chat.take("/show")
+    chat.take("/set")
     shown = capsys.readouterr().err
     assert all(name in shown for name in SETTINGS)
+    chat.take("/system Be brief [bold].")
+    chat.take("/set top_k 7")
+    capsys.readouterr()
+    chat.take("/show")
+    shown = capsys.readouterr().err
+    assert {name for name in SETTINGS if name in shown} == {"temperature", "max_tokens", "ignore_eos", "top_k"}
     assert "Be brief [bold]." in shown
 
 
@@ -564,13 +569,16 @@ def test_save_and_load_go_on_where_it_was(chat, llm, tmp_path, capsys):
 
 def test_blocks_draws_the_cache(chat, capsys):
     chat.take("one")
+    chat.take("two")
     capsys.readouterr()
     chat.take("/blocks")
     shown = capsys.readouterr().err
     num_cached = chat.llm.engine.scheduler.block_manager.num_cached_blocks
     assert f"64 blocks of 4 tokens: 0 used, {num_cached} cached, {64 - num_cached} free" in shown
     assert shown.count("\u2592") == num_cached + 1  # and in the legend
-    assert "ends: it has as many tokens as it may have." in shown
+    assert "Request 2 ends: it has as many tokens as it may have." in shown
+    assert "step 0" not in shown
+    assert "prefix hits" not in shown
 
 
 def test_stats_count_replies_and_blocks(chat, capsys):
