@@ -175,7 +175,7 @@ def converse(
         if last is not None and changes is not None:
             conversation.load_file(last, system, changes)
     code = conversation.run()
-    if code == 0 and conversation.kept is not None and conversation.session.messages:
+    if conversation.kept is not None and conversation.session.messages:
         say(f"The conversation is kept: {program} --continue goes on with it.")
     return code
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nanopage.terminal.images import Images, check_sight, images_of
 from nanopage.terminal.kept import Kept
 from nanopage.terminal.prompt import Prompt, unquoted
-from nanopage.terminal.reply import Model, Reply, Request, generate, shows_markdown
+from nanopage.terminal.reply import Model, Reply, Request, generate, show_again, shows_markdown
 from nanopage.terminal.session import SETTINGS, Session, nearest, state_directory
 from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.text import describe_error, say
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nanopage.terminal.tools import Toolbox
 
 WARN_AT = 0.8  # share of the context
+MAX_SHOWN = 500  # characters of an earlier message, which may be a whole file
 MAX_CALLS = 8  # replies with calls of tools to one message; the next reply is the last
 Command = tuple[str, str, Callable[["Conversation", str | None], None]]  # form of its argument, description, function
 RULE = (
@@ -299,7 +300,7 @@ class Conversation:
         return undone
 
     def load_file(self, file: Path, system: str | None = None, changes: dict | None = None) -> None:
-        """Go on with the session in `file`.
+        """Go on with the session in `file`, and show its last turn.
 
         Args:
             system: a system message instead of the session's.
@@ -328,6 +329,10 @@ class Conversation:
             name = file.name if file.parent == self.kept.directory else name
         other = f" They were with {model}, not {self.session.model}." if model != self.session.model else ""
         say(f"{len(self.session.messages) // 2} turn(s) from {name}.{other}")
+        if self.session.messages:
+            question, answer = (message["content"] for message in self.session.messages[-2:])
+            say(f"\n> {question[:MAX_SHOWN]}{' ...' if len(question) > MAX_SHOWN else ''}")
+            show_again(answer, self.plain)
 
     def switch_model(self, model: str | None) -> None:
         """Go on with another model. `model` is an argument of `load`, or the name under which a model was shown before.

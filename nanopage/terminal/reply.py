@@ -160,6 +160,20 @@ def shows_markdown(plain: bool) -> bool:
     return not plain and not os.environ.get("NO_COLOR") and smart and sys.stdout.isatty()
 
 
+def show_again(text: str, plain: bool) -> None:
+    """Show a reply of an earlier conversation on stdout, as it was shown then."""
+    text = printable(text)
+    if not shows_markdown(plain):
+        print(text, flush=True)
+        return
+    from nanopage.terminal.markdown import ReplyPrinter  # not needed where plain text is
+    from nanopage.text.reasoning import END_THINK, THINK
+
+    printer = ReplyPrinter(sys.stdout, thinking=THINK not in text and END_THINK in text)
+    printer.feed(text)
+    printer.finish()
+
+
 def generate(
     model: Model, request: Request, interrupt: Interrupt, plain: bool = False, show: bool = True
 ) -> Reply | None:

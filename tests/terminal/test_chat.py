@@ -292,6 +292,7 @@ def test_a_session_with_every_command(model, tmp_path):
     again.child.expect("Ctrl-D leaves, and so does another Ctrl-C")
     again.ask("\x03", enter="")
     assert again.exit_code() == 130
+    assert "The conversation is kept: chat.py --continue goes on with it" in again.shown
     assert stat.S_IMODE((tmp_path / "nanopage" / "history").stat().st_mode) == 0o600
 
 

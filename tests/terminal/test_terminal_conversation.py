@@ -19,6 +19,7 @@ from nanopage.terminal.kept import Kept
 from nanopage.terminal.local import LocalModel, check_model
 from nanopage.terminal.reply import Reply, generate
 from nanopage.terminal.session import SETTINGS, Session
+from nanopage.terminal.text import printable
 from nanopage.weights import hub
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -554,9 +555,13 @@ def test_save_and_load_go_on_where_it_was(chat, llm, tmp_path, capsys):
     chat.take("/set top_k 7")
     chat.take(f"/save {tmp_path}/my session.json")
     other = talk(llm, Session(SamplingParams(), model="other"))
+    capsys.readouterr()
     other.take(f"/load {tmp_path}/my session.json")
     assert (other.session.messages, other.session.params) == (chat.session.messages, chat.session.params)
-    shown = " ".join(capsys.readouterr().err.split())
+    out, err = capsys.readouterr()
+    assert out == f"{printable(chat.replies[-1].text)}\n"
+    assert err.endswith("\n> one\n")
+    shown = " ".join(err.split())
     assert "1 turn(s) from" in shown
     assert "They were with tiny, not other." in shown
     other.take("two")
