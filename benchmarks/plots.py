@@ -115,8 +115,8 @@ def simulate(results: list[dict[str, Any]], header: dict[str, str], file: Path) 
         if "time" in title:
             axes.set_yscale("log")
         else:
-            axes.set_ylim(0)
-        axes.legend(fontsize="x-small")
+            axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.legend(fontsize="x-small", ncols=len(routers), loc="lower center", bbox_to_anchor=(0.5, 1.1))
     return save(figure, header, file)
 
 

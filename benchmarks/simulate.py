@@ -62,7 +62,7 @@ def run(
         f"tokens a step: {budget}, {setup.policy}",
         "model": setup.costs.machine.get("model", "not known"),
         "device": setup.costs.machine.get("device", "not known"),
-        "versions": setup.costs.machine.get("versions", "not known"),
+        "costs": f"measured with {setup.costs.machine.get('versions', 'versions that are not known')}",
     }
     show_header(header)
     for warning in beyond(trace.requests, setup):

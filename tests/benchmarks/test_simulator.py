@@ -314,6 +314,7 @@ def test_simulate_prints_tables_of_80_columns_and_writes_json(tmp_path, monkeypa
     options = ["--replicas", "1,3", "--router", "prefix,round-robin", "--goodput", "ttft:2000", "tpot:60"]
     done = run_bench("simulate", "--trace", MADE_UP, "--costs", costs_file, *options, "--speed", 2, "--json", file)
     assert done.exit_code == 0, done.output
+    assert "costs  measured with" in done.stdout
     table = done.stdout[done.stdout.index("replicas: 1") :].split("wrote")[0]
     assert max(map(len, table.splitlines())) <= 80 and "prefix hits (%)" in table and "good requests (%)" in table
     written = json.loads(file.read_text())
