@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.progress import hit_rate
-from benchmarks.report import console, plain
+from benchmarks.report import console, figure, plain, show_table, table_of
 
 METRICS = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -182,6 +182,22 @@ def show(result: dict[str, Any], max_concurrency: int | None, shown: list[str], 
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     for error in result["errors"][:10]:
         console.print(f"[red]failed:[/red] {plain(error)}", highlight=False)
+
+
+def show_rates(results: list[dict[str, Any]], shown: list[str], percentiles: list[float]) -> None:
+    """A line for each rate: throughput, and the median and the last percentile of up to three metrics. With a fourth,
+    only the medians fit a terminal of 80 columns."""
+    last = [percentile_name(p) for p in percentiles[-1:] if len(shown) < len(METRICS)]
+    columns = {"requests/s": "request_throughput", "goodput": "request_goodput", "output tok/s": "output_throughput"}
+    for name in shown:
+        columns[f"{METRICS[name][0]} median"] = f"median_{name}_ms"
+        columns |= {f"{METRICS[name][0]} {p.upper()}": f"{p}_{name}_ms" for p in last}
+    known = {title: key for title, key in columns.items() if any(result[key] is not None for result in results)}
+    table = table_of("All rates (times in ms)", ["rate", *known])
+    for result in results:
+        rate = result["request_rate"]
+        table.add_row(rate if rate == "inf" else f"{rate:g}", *(figure(result[key]) for key in known.values()))
+    show_table(table)
 
 
 def percentile_name(percentile: float) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.checks import MAX_SECONDS, check_choice, check_lengths, check_longest, find_model, refuse, shown
 from benchmarks.datasets import Dataset, Requests
-from benchmarks.metrics import METRICS, Run, Sample, Served, details, show, summary
+from benchmarks.metrics import METRICS, Run, Sample, Served, details, show, show_rates, summary
 from benchmarks.outputs import exit_unless, recorded
 from benchmarks.peers.nanopage import greedy
 from benchmarks.peers.protocol import Work
@@ -57,7 +57,7 @@ def serve(
     view: bool = False,
     record_file: Path | None = None,
 ) -> None:
-    """Serve the requests at one rate after another, and print a table when one is done.
+    """Serve the requests at one rate after another, and print a table when one is done; at last, one of all rates.
 
     Args:
         switches: options of EngineConfig.
@@ -139,6 +139,8 @@ def serve(
                 result = {"request_rate": label} | summary(run, percentiles, goodput, of_engine=base_url is None)
                 results.append(result | (details(run) if save_detailed else {}))
                 show(result, max_concurrency, shown, percentiles)
+        if len(results) > 1:
+            show_rates(results, shown, percentiles)
     plotted = True
     if plot_file is not None:
         from benchmarks import plots

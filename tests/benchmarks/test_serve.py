@@ -19,7 +19,7 @@ from benchmarks import metrics, serve
 from benchmarks.datasets import Requests
 from benchmarks.outputs import Stopped
 from benchmarks.peers.protocol import Work
-from benchmarks.report import console
+from benchmarks.report import console, figure
 from benchmarks.utilization import Step
 from nanopage import LLMEngine
 from nanopage.outputs import RequestMetrics, StepStats
@@ -319,6 +319,10 @@ def test_serve_prints_a_table_for_each_rate_and_writes_what_the_schema_says(mode
     assert "request rate 50, inf, burstiness 0.5, at most 3 at once, seed 0" in result["header"]["bench"]
     assert printed.count("Serving Benchmark Result") == 2 and "P99.9 TTFT (ms)" in printed
     slow, fast = result["runs"]
+    heading, *rows = printed.split("All rates (times in ms)")[1].splitlines()[1:6]
+    assert "TTFT" in heading and [row.split()[0] for row in rows[-2:]] == ["50", "inf"], printed
+    assert rows[-2].split()[1] == figure(slow["request_throughput"])
+    assert max(map(len, rows)) <= 80
     assert (slow["request_rate"], fast["request_rate"]) == (50, "inf") and result["burstiness"] == 0.5
     assert result["goodput_ms"] == {"ttft": 60000, "e2el": 60000}
     for run in result["runs"]:
