@@ -379,11 +379,13 @@ def in_ctranslate2(directory: Path) -> Carried:
 
 def _from_hub(model: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         return Path(snapshot_download(model, allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:  # OSError: no network, nothing in the hub's cache
-        raise FileNotFoundError(
-            f"no directory {model!r} here, and the hub did not give a model of that name: {error}"
-        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        why = f"the hub did not give a model of that name: {error}"
+        if isinstance(error, LocalEntryNotFoundError):  # nothing in the hub's cache, and no answer
+            offline = isinstance(error.__cause__, OfflineModeIsEnabled)
+            why = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached: {error.__cause__ or error}"
+        raise FileNotFoundError(f"no directory {model!r} here, and {' '.join(why.split())}") from error

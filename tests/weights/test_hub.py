@@ -16,6 +16,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import huggingface_hub
 import pytest
@@ -23,6 +24,7 @@ import safetensors.torch
 import torch
 from gguf import GGMLQuantizationType
 from helpers import tiny_model
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from programs import forked
 from test_gguf import SMOLLM, TEXTS, model_for, random_texts, write_gguf
@@ -106,9 +108,19 @@ class TestHubIds:
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
         return tmp_path
 
-    def test_one_that_can_not_be_reached_is_named(self):
-        with pytest.raises(FileNotFoundError, match=r"no directory 'nobody/nothing' here, and the hub did not"):
+    def test_one_that_can_not_be_reached_is_named_in_a_line(self, monkeypatch):
+        with pytest.raises(FileNotFoundError, match=r"^no directory 'nobody/nothing' here, and HF_HUB_OFFLINE is set$"):
             hub.resolve("nobody/nothing")
+        unreachable = LocalEntryNotFoundError("An error happened.\nPlease check your connection.")
+        unreachable.__cause__ = OSError("no\nroute")
+        gone = HFValidationError("Two\n\nlines.")
+        for error, said in (
+            (unreachable, "the hub cannot be reached: no route"),
+            (gone, "the hub did not give a model of that name: Two lines."),
+        ):
+            monkeypatch.setattr(huggingface_hub, "snapshot_download", mock.Mock(side_effect=error))
+            with pytest.raises(FileNotFoundError, match=f"^no directory 'nobody/nothing' here, and {said}$"):
+                hub.resolve("nobody/nothing")
 
     @pytest.mark.parametrize("model", ["a--b/c", "a/b..c", "имя/модель", f"owner/{'x' * 120}", "-a/b"])
     def test_one_that_can_not_exist_is_named(self, model):
