@@ -26,6 +26,9 @@ from nanopage.vllm.engine_args import takes_engine_options
 if TYPE_CHECKING:
     from nanopage.terminal.loading import Load
 
+# Chat models larger than the default, with the GB of their weights in 16 bits.
+LARGER = {"Qwen/Qwen2.5-0.5B-Instruct": 1.0, "Qwen/Qwen2.5-1.5B-Instruct": 3.1, "Qwen/Qwen3-4B-Instruct-2507": 8.0}
+
 
 @takes_engine_options(
     *("dtype", "device", "max_model_len", "kv_cache_gib", "kv_cache_dtype", "quantization", "enforce_eager"),
@@ -168,16 +171,37 @@ def converse(
         from nanopage.terminal.conversation import Conversation
         from nanopage.terminal.session import Session
 
-        session = Session(loaded[2], system, model=loaded[1])
+        session, capacity = Session(loaded[2], system, model=loaded[1]), loaded[0].capacity
         conversation = Conversation(loaded[0], session, WITH_ALIASES, raw, plain, verbose, kept, model, load, toolbox)
         del loaded  # /model frees it
         say(f"{conversation.describe_model()}. /help lists commands, Ctrl-D leaves.")
+        if capacity is not None:
+            from nanopage.weights.hub import DEFAULT_MODEL
+
+            if session.model == DEFAULT_MODEL:
+                say(about_default(capacity.device, capacity.dtype))
         if last is not None and changes is not None:
             conversation.load_file(last, system, changes)
     code = conversation.run()
     if conversation.kept is not None and conversation.session.messages:
         say(f"The conversation is kept: {program} --continue goes on with it.")
     return code
+
+
+def about_default(device: str, dtype: str) -> str:
+    """What to expect of the default model, and the largest of LARGER that fits into the memory in this dtype."""
+    import torch
+
+    from nanopage.device import free_bytes
+
+    on_cpu = device == "cpu"
+    memory = free_bytes(torch.device(device)) if on_cpu else torch.cuda.get_device_properties(device).total_memory
+    needed = 3e9 if dtype == "float32" else 1.5e9  # bytes for each GB of LARGER, with a KV cache
+    fitting = [model for model, size in LARGER.items() if needed * size <= memory]
+    text = "This is a small demonstration model, and often wrong."
+    if fitting:
+        text += f"\nA better one that fits the memory ({LARGER[fitting[-1]]} GB): /model {fitting[-1]}"
+    return text
 
 
 def read_prompt(prompt: str | None, words: list[str] | None) -> str:

@@ -13,6 +13,7 @@ from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.inputs import Prompt
 from nanopage.outputs import CompletionOutput, RequestOutput, StepStats
 from nanopage.params import SamplingParams
+from nanopage.step import Capacity
 from nanopage.terminal.images import check_sight, sees_images
 from nanopage.terminal.reply import MOST_TOKENS, NO_TEMPLATE, SPINNER_DELAY, Reply, Request, Stopped
 from nanopage.terminal.signals import Interrupt
@@ -36,7 +37,8 @@ class LocalModel:
         self.llm, self.num_requests = llm, 0
         self.max_model_len: int | None = llm.engine.max_model_len
         self.sees_images: bool | None = sees_images(llm.engine.model_config)
-        self.where = f"{llm.engine.capacity.dtype} on {llm.engine.capacity.device}"
+        self.capacity: Capacity | None = llm.engine.capacity
+        self.where = f"{self.capacity.dtype} on {self.capacity.device}"
 
     def check(self, params: SamplingParams) -> None:
         self.llm.engine.input_processor.make_request("check", {"prompt_token_ids": [0]}, params)

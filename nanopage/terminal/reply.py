@@ -15,6 +15,7 @@ from nanopage.terminal.text import printable
 
 if TYPE_CHECKING:
     from nanopage.grammar.tool_pieces import ToolCall
+    from nanopage.step import Capacity
     from nanopage.view.frames import Picture
 
 COLUMNS = 80  # the footer's greatest width
@@ -122,11 +123,13 @@ class Model(Protocol):
     max_model_len: the most tokens of prompt and reply; None if a server does not tell.
     sees_images: whether it does; None if a server does not tell.
     where: what computes the model, for the user.
+    capacity: of the engine; None if it is a server's.
     """
 
     max_model_len: int | None
     sees_images: bool | None
     where: str
+    capacity: "Capacity | None"
 
     def check(self, params: SamplingParams) -> None:
         """Raises: ValueError for settings that this model refuses."""

@@ -20,7 +20,9 @@ from programs import forked
 from typer.testing import CliRunner, Result
 
 import chat as chat_program
+import nanopage.device
 from nanopage import LLM, SamplingParams
+from nanopage.terminal.chat import about_default
 from nanopage.terminal.log import held_log, say_log
 from nanopage.terminal.program import exit_code
 from nanopage.terminal.session import Session
@@ -590,3 +592,16 @@ def test_messages_of_the_engine_wait_until_the_reply_is_over(capsys):
             assert capsys.readouterr().err.split() == expected
     finally:
         logger.handlers = handlers
+
+
+def test_the_default_model_is_said_to_be_small_and_a_larger_one_that_fits_is_named(monkeypatch):
+    def named(free, dtype="bfloat16"):
+        monkeypatch.setattr(nanopage.device, "free_bytes", lambda device: free)
+        said = about_default("cpu", dtype)
+        assert said.startswith("This is a small demonstration model, and often wrong.")
+        assert max(map(len, said.splitlines())) < 80
+        return re.findall(r"/model (\S+)$", said)
+
+    assert [named(2e9), named(13e9), named(13e9, "float32"), named(1e9)] == [
+        ["Qwen/Qwen2.5-0.5B-Instruct"], ["Qwen/Qwen3-4B-Instruct-2507"], ["Qwen/Qwen2.5-1.5B-Instruct"], [],
+    ]  # fmt: skip
