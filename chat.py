@@ -1,9 +1,9 @@
 """Talk to a model in the terminal: `nanopage chat`, from a checkout.
 
-python chat.py                                a conversation; Ctrl-C stops a reply, Ctrl-D leaves
-python chat.py What is a KV cache?            one answer on stdout, everything else on stderr
-git diff | python chat.py -p "Explain this"   the pipe is added to the prompt
-python chat.py --url http://host:8000/v1      a model of a server of OpenAI's API
+python chat.py                                  a conversation; Ctrl-C stops a reply, Ctrl-D leaves
+python chat.py What is a KV cache?              one answer on stdout, everything else on stderr
+python chat.py -p "Summarize this" < notes.txt  what is piped in is added to the prompt
+python chat.py --url http://host:8000/v1        a model of a server of OpenAI's API
 """
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Talk to a model in the terminal.
 
-nanopage chat                                a conversation; Ctrl-C stops a reply, Ctrl-D leaves
-nanopage chat What is a KV cache?            one answer on stdout, everything else on stderr
-git diff | nanopage chat -p "Explain this"   the pipe is added to the prompt
-nanopage chat --image cat.png What is this?  for models that see images
-nanopage chat --url http://host:8000/v1      a model of a server of OpenAI's API
+nanopage chat                                  a conversation; Ctrl-C stops a reply, Ctrl-D leaves
+nanopage chat What is a KV cache?              one answer on stdout, everything else on stderr
+nanopage chat -p "Summarize this" < notes.txt  what is piped in is added to the prompt
+nanopage chat --image cat.png What is this?    for models that see images
+nanopage chat --url http://host:8000/v1        a model of a server of OpenAI's API
 
 Exit codes: 0 answered, 1 could not, 2 wrong usage, 130 stopped by Ctrl-C, 128 + N ended by signal N.
 """
