@@ -13,9 +13,9 @@ beyond this length.
 A reply that goes round in circles has no such form ("I see you. You see me. I never see me."), but uses few words. So
 prose is a loop, too, if its last PROSE words are at most FEW different words. Prose has few signs besides punctuation.
 
-Of 4,316 pieces of Python's own code, of licenses and of nanopage's code and documents, 4,000 characters each, four are
-taken for loops: tests of Python that are copies of one another. The prose among the pieces has 58 different words or
-more.
+Of some 4,300 pieces of Python's own code, of licenses and of nanopage's code and documents, 4,000 characters each, four
+are taken for loops: tests of Python, of which three are copies of one another and one has long names of a single
+letter. The prose among the pieces has 58 different words or more.
 """
 
 import re
@@ -40,7 +40,7 @@ class LoopGuard:
         self._next: dict[tuple, str] = {}  # place -> the last word in this place
         self._counts: dict[tuple, tuple[int, int | None]] = {}  # place -> its last number, and the last step
         self._last = ("", "", "")
-        self._unit: list[tuple[str, bool]] = []  # whether each word of the present sentence or line was expected
+        self._unit: list[tuple[str, bool]] = []  # words of the present sentence or line; expected?
         self._window: deque[bool] = deque(maxlen=WINDOW)
         self._expected = 0  # expected words in the window
         self._prose: deque[str] = deque()  # words and signs, as many as PROSE words take
