@@ -19,6 +19,7 @@ from nanopage.text.image_parts import is_image
 from nanopage.text.reasoning import END_THINK, THINK
 
 if TYPE_CHECKING:
+    from nanopage.step import Capacity
     from nanopage.view.frames import Picture
 
 TEMPLATE_FIELDS = ("model", "prompt", "messages", "tools", "add_generation_prompt", "continue_final_message")
@@ -85,7 +86,8 @@ class RemoteModel:
 
     def __init__(self, server: Server, card: Card, given: frozenset[str], where: str, sees_images: bool | None = None):
         self.server, self.name, self.given, self.where = server, card.id, given, where
-        self.max_model_len, self.sees_images, self.capacity = card.max_model_len, sees_images, None
+        self.max_model_len, self.sees_images = card.max_model_len, sees_images
+        self.capacity: "Capacity | None" = None
         self.is_nanopage = card.owned_by == "nanopage"
         self.goes_on = self.counts = self.is_nanopage or card.owned_by == "vllm"  # with a message; tokens
         try:
