@@ -87,7 +87,7 @@ class RemoteModel:
     def __init__(self, server: Server, card: Card, given: frozenset[str], where: str, sees_images: bool | None = None):
         self.server, self.name, self.given, self.where = server, card.id, given, where
         self.max_model_len, self.sees_images = card.max_model_len, sees_images
-        self.capacity: "Capacity | None" = None
+        self.capacity: Capacity | None = None
         self.is_nanopage = card.owned_by == "nanopage"
         self.goes_on = self.counts = self.is_nanopage or card.owned_by == "vllm"  # with a message; tokens
         try:
