@@ -93,7 +93,7 @@ def local_servers() -> list[tuple[Path, LocalServer]]:
             server = msgspec.json.decode(read_text(file, MAX_BYTES), type=LocalServer)
         except (FileNotFoundError, ValueError):  # it has just ended, or is of another version
             continue
-        if server.host != socket.gethostname():
+        if server.host != os.uname().nodename:
             continue
         try:
             connect(socket_of(file), CONNECT_SECONDS).close()

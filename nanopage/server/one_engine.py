@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 
@@ -76,7 +75,7 @@ class OneEngine:
             return None
         options = dataclasses.asdict(self.model.engine_args)
         return LocalServer(
-            host=socket.gethostname(),
+            host=os.uname().nodename,
             pid=os.getpid(),
             version=nanopage.__version__,
             started=time.time(),
