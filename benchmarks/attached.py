@@ -3,8 +3,8 @@ has loaded, which it uses by itself, and with an engine of its own.
 
 python -m benchmarks.attached
 
-Each question is new, so that no prefix cache has more of it than the system message. The server answers one question
-first, and then the machine is left idle, because the server compiles in the background.
+Each question is new, so a prefix cache has only the system message of it. The server first answers one question. Then
+the benchmark waits until the machine is idle, because the server compiles in the background.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def main(
 
 @contextlib.contextmanager
 def serving(of_model: list[str]) -> Iterator[dict[str, str]]:
-    """A server. Yields environment variables with which programs find this server, and no other one."""
+    """Run a server. Yields environment variables with which programs find this server, and no other one."""
     with tempfile.TemporaryDirectory(prefix="nanopage-bench-") as directory:
         env = os.environ | {"XDG_RUNTIME_DIR": directory, "PYTHONUNBUFFERED": "1"}
         command = [*PROGRAM, "serve", "--port", "0", *of_model]

@@ -3,9 +3,10 @@
     python -m benchmarks.images --json results.json
 
 The model has SmolVLM-256M's shape and random weights, so its texts mean nothing. Each image has 640 x 480 pixels, and
-becomes 13 squares of 64 tokens. Both engines prepare the image, encode it, read the prompt and write as many tokens, in
-turns. The second turn has the same image: with both caches of nanopage; without the prefix cache, so that all is read
-again, but the outputs of the encoder are known; and without either. Times are medians.
+becomes 13 squares of 64 tokens. The engines take turns: each prepares the image, encodes it, reads the prompt and
+writes the same number of tokens. The second turn of the conversation has the same image, and is measured three times:
+with both caches of nanopage; without the prefix cache, so that the whole prompt is computed again, but with the cached
+outputs of the encoder; and without either. Times are medians.
 """
 
 import json
@@ -33,7 +34,7 @@ SPECIAL = ["<image>", "<fake_token_around_image>", "<global-img>", *PLACES]
 QUESTION = "<image> What is this?"
 MORE = " And what else is there? Say it in a few words."
 Run = Callable[["Image", str, int], tuple[float, float]]
-"""Answers a prompt about an image with as many tokens. Returns the seconds to the first, and tokens a second then."""
+"""Answers a prompt about an image with this many tokens. Returns the seconds to the first, and tokens a second then."""
 
 
 def make_directory(config: Path, directory: Path) -> None:
@@ -135,7 +136,7 @@ def main(
     num_tokens: Annotated[int, typer.Option(min=2, max=1000, help="Tokens of each answer.")] = 64,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
-    """Measure a model that sees images by nanopage and transformers."""
+    """Measure a model that sees images with nanopage and with transformers."""
     with tempfile.TemporaryDirectory() as directory:
         make_directory(CONFIG, Path(directory))
         found = measure(Path(directory), dtype, num_iters, num_tokens)

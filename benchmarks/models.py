@@ -1,8 +1,8 @@
 """A server with three models and memory for two, under mixed load: loads, waits, lost requests, memory that is left.
 
-`python -m benchmarks.models` serves models of random weights, and with `--model NAME=PATH` three times others, which
-must have tokenizers. It first loads all models once, to see what each needs. Then clients send streams and whole calls
-to models that they draw, the first most often. At the end, the models become idle, and no process is left.
+`python -m benchmarks.models` serves models with random weights. To serve others, give `--model NAME=PATH` three times;
+they must have tokenizers. It first loads all models once, to see what each needs. Then clients send streams and whole
+calls to models that they draw, the first most often. At the end, the models become idle, and no process is left.
 """
 
 import contextlib
@@ -67,11 +67,11 @@ class Server:
         return found
 
     def processes(self) -> list[psutil.Process]:
-        """Those of loaded models."""
+        """The processes of loaded models."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def memory(self) -> float:
-        """GiB that end with these processes."""
+        """GiB that become free when these processes end."""
         total = 0
         for process in self.processes():
             with contextlib.suppress(psutil.Error):

@@ -2,10 +2,10 @@
 
     python -m benchmarks.run_batch --json run_batch.json
 
-Half the lines are completions, half are chats, all greedy. One run is killed with SIGKILL, several times, and started
-again each time: no line may be lost or there twice, and answers are compared with those of `LLM.generate` for the same
-prompts. In float64 they must be equal; in smaller types, a near-tie may fall either way in another batch. Then runs
-that nobody kills take turns with `LLM.generate`. Both are timed without the time to load the model.
+Half the lines are completions, half are chats, all greedy. One run is killed with SIGKILL several times, and started
+again each time. No line may be lost or written twice, and the answers are compared with those of `LLM.generate` for the
+same prompts. In float64 they must be equal; in smaller types, a near-tie may fall either way in another batch. Then
+runs that nobody kills take turns with `LLM.generate`. Both are timed without the time to load the model.
 """
 
 import json
@@ -61,7 +61,7 @@ def start(options: list[str], source: Path, target: Path, log: Any) -> subproces
 
 
 def run_killed(options: list[str], source: Path, target: Path, points: list[int], rng: random.Random) -> list[int]:
-    """Run to the end, killed when there are so many lines of output. Returns: how many there were at each kill."""
+    """Run to the end, with a kill at each of these numbers of lines. Returns: the number of lines at each kill."""
     killed = []
     with tempfile.TemporaryFile() as log:
         for point in points:

@@ -49,7 +49,7 @@ NAMES = {
 def write_ggml(directory: Path, file: Path, dtype: str) -> None:
     """Write a Whisper in CTranslate2's format as a file for whisper.cpp.
 
-    Args: dtype: int8, or float32: whisper.cpp then has matrices in float16, as it comes.
+    Args: dtype: int8 or float32. For float32, whisper.cpp has matrices in float16, its default.
     """
     tensors, heads = whisper_tensors(directory / "model.bin")
     tokenizer = json.loads((directory / "tokenizer.json").read_text())

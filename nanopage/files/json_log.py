@@ -57,9 +57,9 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _Lines(io.TextIOBase):
-    """A stream whose lines are logged. Of a line that is written over, as those of a progress bar, only the last state.
+    """A stream whose lines are logged. If a line is overwritten, as by a progress bar, only its last state is logged.
 
-    Args: stream: what it takes the place of. log: logs a line.
+    Args: stream: the stream that it replaces. log: logs a line.
     """
 
     encoding = "utf-8"

@@ -24,7 +24,7 @@ class LocalServer(msgspec.Struct, frozen=True):
 
     host: the machine; a home directory may be shared by several.
     started: seconds since 1970.
-    model: what tells it from other models (see inventory.identity).
+    model: the identity of the model (see inventory.identity).
     name: its name in requests.
     path, files: where it was read from, and what was there (see `fingerprint`).
     options: of EngineConfig, without the model.
@@ -63,7 +63,7 @@ def socket_of(file: Path) -> Path:
 
 
 def publish(file: Path, server: LocalServer) -> None:
-    """Write the file of a server that listens. It appears whole or not at all. Raises: OSError."""
+    """Write the file of a server that listens. The file appears whole or not at all. Raises: OSError."""
     scratch = file.with_suffix(".new")
     with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
         out.write(msgspec.json.encode(server))
@@ -119,8 +119,8 @@ def connect(path: Path, seconds: float) -> socket.socket:
 
 
 def check_peer(sock: socket.socket) -> None:
-    """Raises: PermissionError if another user is at the other end of a Unix socket. Only Linux tells this. Elsewhere
-    the private directory keeps others out."""
+    """Raises: PermissionError if another user is at the other end of a Unix socket. Only Linux says who it is.
+    Elsewhere, the private directory keeps others out."""
     if not hasattr(socket, "SO_PEERCRED"):
         return
     size = struct.calcsize("3i")  # pid, uid, gid
@@ -130,8 +130,8 @@ def check_peer(sock: socket.socket) -> None:
 
 
 def fingerprint(model: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change in nanoseconds of each file of a model, by name: whether the model has changed since it
-    was loaded. Raises: OSError."""
+    """The size and the time of change in nanoseconds of each file of a model, by name. They show whether the model has
+    changed since it was loaded. Raises: OSError."""
     files = [file for file in model.iterdir() if file.suffix in MODEL_FILES] if model.is_dir() else [model]
     return {file.name: ((status := file.stat()).st_size, status.st_mtime_ns) for file in sorted(files)}
 

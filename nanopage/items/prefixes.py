@@ -50,7 +50,7 @@ class WriteGiven:
 
     Args:
         layers: of the model.
-        wrap: what else wraps a way (see `Wings`).
+        wrap: wraps a way in what else needs it (see `Wings`).
         way: runs the step.
     """
 

@@ -7,7 +7,7 @@ from nanopage.config.model import ModelConfig
 
 
 def renamed(name: str, config: ModelConfig, names: Mapping[str, str | None]) -> str | None:
-    """The name of a checkpoint's tensor in this model. None: it is not used.
+    """The name of a checkpoint's tensor in this model, or None if the tensor is not used.
 
     Args: names: what replaces each expression in a name, in this order. None: tensors with such names are not used.
     """

@@ -44,14 +44,14 @@ class Call:
 class ModelProcess:
     """A server with one model.
 
-    `ready` is for whoever starts it: whether it takes calls.
+    `ready` says whether it takes calls. Whoever starts it sets this.
 
     Args:
         name: the model's name, for messages.
         command: the program and its arguments.
         options: what the program reads from its stdin: the options of `nanopage serve`, as in `run`.
         key: a key that the process accepts; "" if it needs none.
-        num_bytes: memory that it is taken to need.
+        num_bytes: the memory that it is assumed to need.
     """
 
     def __init__(self, name: str, command: list[str], options: dict[str, Any], key: str, num_bytes: int):
@@ -120,7 +120,7 @@ class ModelProcess:
         return self._how_ended()
 
     def measure(self) -> int:
-        """Bytes of memory that end with the process and those that it has started. Takes milliseconds."""
+        """Bytes that become free when the process ends with those that it has started. Takes milliseconds."""
         used = 0
         for process in self._tree():
             with contextlib.suppress(psutil.Error):  # it has ended
@@ -151,7 +151,7 @@ class ModelProcess:
             os.remove(self.options["uds"])
 
     def kill(self) -> None:
-        """End the process and those that it has started now, whatever they do."""
+        """Kill the process and those that it has started, whatever they do."""
         for process in self._tree():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -192,8 +192,8 @@ class ModelProcess:
             raise ApiError(500, "an error of the server: its log says more", code="internal_error")
 
     def _tree(self) -> list[psutil.Process]:
-        """The process and its workers: all in its session. Those that compile have sessions of their own. They go on
-        when the process ends, for its next start, and run only when the CPU is idle."""
+        """The process and its workers, which are all in its session. Compiling processes have sessions of their own:
+        they go on when the process ends, for its next start, and run only when the CPU is idle."""
         assert self._process is not None
         found = []
         if self._process.returncode is None:  # otherwise, another process may have its id

@@ -163,7 +163,7 @@ class Models:
         return ModelProcess(model.name, [*COMMAND, model.name], options, self.key, needed)
 
     def _estimate(self, model: Resident, options: dict[str, Any]) -> int:
-        """Bytes that a model is taken to need before it has been loaded."""
+        """Bytes that a model is assumed to need before it has been loaded."""
         cache, weights = options["kv_cache_gib"], weight_bytes(model.path)
         if not self._on_gpu:  # the KV cache takes memory when it is written
             return weights + PROCESS_BYTES
@@ -236,7 +236,7 @@ class Models:
             comments.cancel()
 
     def _card(self, name: str) -> dict:
-        """A model's entry in /v1/models, with what its process has said when it was loaded last."""
+        """A model's entry in /v1/models, with what its process said when it was last loaded."""
         model = self.models[name]
         known = model_card(ServerState([name], created=self.state.created), name) | model.card
         error = None if model.error is None else str(model.error)
@@ -262,7 +262,7 @@ class Models:
 
 
 async def _read_body(path: str, scope: Scope, body: bytes) -> tuple[str | None, bool]:
-    """The model that a body names, and whether the reply shall stream. Raises: ApiError."""
+    """The model that a body names, and whether the reply is to stream. Raises: ApiError."""
     if path in AUDIO_PATHS.values():
         try:
             form = await asyncio.to_thread(read_form, Headers(scope=scope), body)

@@ -67,7 +67,7 @@ class OneEngine:
         return self.state.llm is not None and not self.state.llm.shutdown(0)
 
     def _describe(self) -> LocalServer | None:
-        """What programs of this user can read of the server; None if it makes no text."""
+        """What programs of this user can read about the server; None if it makes no text."""
         assert self.state.llm is not None
         engine = self.state.llm.engine
         config, tokenizer = engine.model_config, engine.tokenizer

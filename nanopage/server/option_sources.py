@@ -1,5 +1,5 @@
-"""Options of a program of the server from its command line, the environment and a file of --config. The first of them
-that has an option decides.
+"""Options of a program of the server from its command line, the environment and the file of --config. The first
+source that has an option decides.
 
 The file is YAML: a mapping of the options' names, with - or _, to their values. A value is read as on the command line,
 from its text as it is written. YAML's types count only within an option that is a JSON object.
@@ -41,7 +41,7 @@ def read_options(
     parser: argparse.ArgumentParser, arguments: list[str], variables: Mapping[str, str]
 ) -> argparse.Namespace:
     """Parse the arguments of a command line. What they leave out is taken from variables of the environment, such as
-    NANOPAGE_PORT, and then from the file of --config. What is wrong ends the program with code 2."""
+    NANOPAGE_PORT, and then from the file of --config. An error ends the program with code 2."""
     args, options = parser.parse_args(arguments), options_of(parser)
     unset = argparse.Namespace(**{action.dest: None for action in parser._actions})
     given = {name for name, value in vars(parser.parse_args(arguments, unset)).items() if value is not None}
@@ -60,7 +60,7 @@ def read_options(
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The options that a file may have, by their names there. Those that a command line needs are not among them."""
+    """The options that a file may have, by their names there. Options that need a command line are left out."""
     actions = [each for each in parser._actions if each.option_strings and not each.required and each.dest != "help"]
     return {action.dest: action for action in actions}
 
@@ -71,7 +71,7 @@ def variable_of(option: str) -> str:
 
 
 def unknown_variables(parser: argparse.ArgumentParser, variables: Mapping[str, str]) -> list[str]:
-    """A warning for each variable that has the form of an option's and is none."""
+    """A warning for each variable that looks like an option's but is none."""
     found, known = [], {variable_of(option) for option in options_of(parser)}
     for name in sorted(variables):
         option = name.removeprefix(PREFIX)

@@ -31,7 +31,7 @@ class Resident:
     path, options: what to load, and options of `nanopage serve` for this model alone.
     process: its process, loaded or not. task: loads it. closing: it takes no new requests, so that others fit.
     num_running, num_waiting, num_waiting_bytes: its requests.
-    num_bytes: what it needed when it was loaded last. None: it never was.
+    num_bytes: what it needed when it was last loaded; None if it never was.
     last_used, loaded_at, failed_at: when; `time.monotonic`.
     timer: unloads it when it has been idle.
     error: why it could not be loaded.
@@ -85,11 +85,11 @@ class Residents:
 
     Args:
         models: all models there are.
-        make_process: makes the process of a model, which knows what memory it will need, but does not start it. Raises
-            OSError or ValueError for a model that cannot be loaded.
+        make_process: makes the process of a model, without starting it. The process knows what memory it will need.
+            Raises OSError or ValueError for a model that cannot be loaded.
         budget: bytes that all models may take together.
         keep_alive: seconds after which an idle model is unloaded. Negative: never.
-        measures: whether the memory of processes is measured. False: it stays what it was taken to be.
+        measures: whether the memory of processes is measured. If not, the first estimate stays.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Residents:
         finally:
             model.num_waiting, model.num_waiting_bytes = model.num_waiting - 1, model.num_waiting_bytes - num_bytes
             if model.is_loaded:
-                self._rest(model)  # also if the client has gone in this moment
+                self._rest(model)  # also if the client has just gone
             elif not model.num_waiting and model.process is None and model.task is not None:
                 model.task.cancel()  # it waits for memory, and nobody waits for it
         model.num_running += 1
@@ -157,7 +157,7 @@ class Residents:
 
     @property
     def num_used(self) -> int:
-        """Bytes that all processes take, or are taken to need."""
+        """Bytes that all processes take, or are assumed to need."""
         return sum(process.num_bytes for process in self.processes)
 
     # Loading
@@ -180,7 +180,7 @@ class Residents:
         process = None
         try:
             async with self._turn:
-                if model.process is not None or not model.num_waiting:  # it could stay, or nobody waits any more
+                if model.process is not None or not model.num_waiting:  # it could stay loaded, or nobody waits any more
                     return
                 made = self.make_process(model)
                 await self._make_room(model, made.num_bytes)
@@ -205,7 +205,7 @@ class Residents:
             logger.info(f"{model.name}: loaded in {model.load_seconds:.1f} s, {process.num_bytes / GIB:.2f} GiB")
             self._spawn(self._watch(model, process))
             self._rest(model)
-            self._spawn(self._shrink())  # it may have needed more than it was taken to
+            self._spawn(self._shrink())  # it may have needed more than was assumed
         finally:
             if process is not None and not process.ready:
                 self._forget(model, process)

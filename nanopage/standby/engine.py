@@ -21,7 +21,7 @@ TAGS = ("weights", "kv_cache")  # vLLM's names for what sleeps
 
 
 def sleep(engine: LLMEngine, level: int = 1) -> None:
-    """Give memory back until `wake_up`: that of the KV cache, and that of the weights.
+    """Give back the memory of the KV cache and of the weights, until `wake_up`.
 
     On a GPU, the weights of level 1 wait in host memory. On a CPU they stay where they are. Level 2 drops them: after
     `wake_up`, the engine needs `update_weights`. Adapters in their slots and a draft model stay in memory.
@@ -76,7 +76,7 @@ def update_weights(engine: LLMEngine, weights: "Weights") -> None:
     Raises:
         ValueError: tensors that are missing, unexpected, mis-shaped, of a wrong type or not finite, or that this engine
             would have to store in another way; a model whose weights cannot be updated.
-        FileNotFoundError, TypeError: something else than `weights` may be.
+        FileNotFoundError, TypeError: `weights` is none of these.
         RuntimeError: a request has not ended, or the weights sleep.
         MemoryError, OSError: there is no room for the weights, in memory or as files.
         WorkerDiedError: no worker can go on.

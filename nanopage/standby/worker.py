@@ -1,4 +1,4 @@
-"""WorkerStandby: gives the memory of a worker back, takes it again, and exchanges the weights in it.
+"""WorkerStandby: gives the memory of a worker back, takes it again, and replaces the weights in it.
 
 On a CPU, the system takes pages back and the addresses stay, so compiled code goes on with them. On a GPU, storages are
 emptied and filled again at other addresses, so the ways to run a step are made anew, with their graphs.
@@ -31,7 +31,7 @@ class WorkerStandby:
 
     Args:
         model: as it was loaded, before adapters and exchanges with other workers are put into it.
-        load: loads a model from other files in the same way. None: that is refused before.
+        load: loads a model from other files in the same way. None if the engine refuses other weights.
     """
 
     def __init__(self, model: nn.Module, load: Callable[[Path], nn.Module] | None):
@@ -143,15 +143,15 @@ def _form(tensor: Tensor) -> tuple:
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """The address of a contiguous tensor on a CPU, also of an opaque one of oneDNN's, and its bytes."""
+    """The address and the number of bytes of a contiguous tensor on a CPU, which may be an opaque one of oneDNN."""
     if tensor.is_mkldnn:
         return torch.ops.mkldnn.data_ptr(tensor), torch.ops.mkldnn._nbytes(tensor)
     return tensor.data_ptr(), tensor.nbytes
 
 
 def give_back(tensor: Tensor) -> int:
-    """Give the whole pages of a tensor on a CPU back to the system, on Linux. They are zeros when they are read again.
-    Returns: how many bytes they have."""
+    """Give the whole pages of a tensor on a CPU back to the system, on Linux. When read again, they are zeros.
+    Returns: the number of bytes given back."""
     if sys.platform != "linux" or not (tensor.is_mkldnn or tensor.is_contiguous()):
         return 0
     address, size = _memory_of(tensor)

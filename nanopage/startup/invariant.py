@@ -1,4 +1,4 @@
-"""What `batch_invariant` does not work with: whatever no step computes with compiled code alone, and row by row.
+"""What `batch_invariant` does not work with: all that steps cannot compute row by row, with compiled code alone.
 
 Such code adds up the products of a row in an order that depends neither on the other rows nor on their number:
 tile_linear.cpp, flash_attention.cpp without splits, and the loops of Inductor's code for several rows.
@@ -11,8 +11,8 @@ from nanopage.worker.ways import why_not_compiled
 
 
 def why_not_invariant(setup: Setup) -> str | None:
-    """Why this model cannot have `batch_invariant` on this device. None: it can. Other options that exclude it are in
-    EngineConfig and pooling/files.py."""
+    """Why this model cannot have `batch_invariant` on this device, or None if it can. EngineConfig and pooling/files.py
+    refuse other options that exclude it."""
     config = setup.model_config
     if setup.on_gpu:
         return "on a GPU, libraries choose how to divide products by the number of rows: use device='cpu'"

@@ -1,7 +1,7 @@
 """Calls of a server's HTTP API. Whatever goes wrong with a connection is a ServerError of one line.
 
 This is the standard library's client, since others take longer to import than a server takes to answer. Each call has a
-connection of its own, which another thread can end. Proxies are not used.
+connection of its own, which another thread can close. Proxies are not used.
 """
 
 import contextlib

@@ -93,7 +93,7 @@ def sees_images(config: ModelConfig) -> bool:
 
 
 def check_sight(sees: bool | None, name: str) -> None:
-    """Raises: ValueError naming a model that sees no images. None: it is not known, and so it is tried."""
+    """Raises: ValueError naming a model that sees no images. None: it is not known, so nothing is raised."""
     if sees is False:
         raise ValueError(f"{name} sees no images")
 

@@ -39,7 +39,7 @@ class Load(Protocol):
     def __call__(self, model: str | None, sight: bool = False) -> Loaded:
         """Raises: ValueError, OSError, MemoryError.
 
-        Args: sight: whether the model is to see images. A server that does not tell whether it does is tried.
+        Args: sight: whether the model is to see images. A server that does not say whether it does is tried.
         """
 
 
@@ -59,7 +59,7 @@ class FromServer:
 
 @dataclass
 class FromHere:
-    """Models of this machine: a nanopage server's of the same user if it has just this model, else in this process.
+    """Models of this machine: in a nanopage server of the same user, if one has just this model, else in this process.
 
     Args:
         options: of an engine in this process, by name.

@@ -257,7 +257,7 @@ class RemoteStream:
             self._finish, self._error = "error", str(error)
 
     def _events(self) -> Iterator[bytes]:
-        """The events of the call. It is made once more for models of OpenAI that know the limit by another name."""
+        """The events of the call. The call is repeated for models of OpenAI that have another name for the limit."""
         try:
             yield from self._call.events()
         except ServerError as error:
@@ -292,7 +292,7 @@ class RemoteStream:
         return text
 
     def _marked(self, text: str | None, mark: str, thinks: bool) -> str:
-        """A text, after the mark if reasoning begins with it, or ends before it. None: there is no text."""
+        """A text, with the mark before it where reasoning begins or ends. Args: text: None if there is none."""
         if text is None or self._thinks == thinks:
             return text or ""
         self._thinks = thinks
@@ -307,7 +307,7 @@ class RemoteStream:
 
 
 def find_card(server: Server, model: str | None) -> Card:
-    """What a server says of a model; None: of its first one. Raises: ServerError; ValueError for a model it lacks."""
+    """What a server says of a model, or of its first one. Raises: ServerError; ValueError for a model that it lacks."""
     try:
         cards = msgspec.convert(server.get("models"), dict[str, Any])["data"]
         cards = msgspec.convert(cards, list[Card])
