@@ -123,8 +123,8 @@ def check_peer(sock: socket.socket) -> None:
     Elsewhere, the private directory keeps others out."""
     if not hasattr(socket, "SO_PEERCRED"):
         return
-    size = struct.calcsize("3i")  # pid, uid, gid
-    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    size = struct.calcsize("iII")  # pid, uid, gid
+    _, user, _ = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     if user != os.geteuid():
         raise PermissionError(f"the other end of the socket belongs to user {user}, not to you (user {os.geteuid()})")
 

@@ -50,7 +50,8 @@ class Server:
             parts = urllib.parse.urlsplit(url)
             fits = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
             wrong = not fits or parts.port == 0 or any(not " " < each <= "~" for each in url)
-        except ValueError:  # the port
+            (parts.hostname or "").encode("idna")
+        except ValueError:  # the port or the name
             wrong = True
         if wrong:
             raise ValueError(f"--url {url}: not a URL such as http://localhost:8000/v1")
@@ -208,6 +209,6 @@ class Call:
 def message_of(reply: Any) -> str:
     """The message of a server's error: {"error": {"message"}}, or what other servers write."""
     for name in ("error", "message", "detail"):
-        if isinstance(reply, dict) and name in reply:
+        if isinstance(reply, dict) and reply.get(name) is not None:
             return message_of(reply[name])
     return reply if isinstance(reply, str) else json.dumps(reply)

@@ -123,6 +123,7 @@ def make_load(
     if url is None:
         if key is not None and not attach:
             refuse("--api-key is for a server, and --no-attach uses none")
+        Server.at("http://localhost", key)  # checks the key
         return FromHere(switches, asked, raw, tools, attach, key)
     if given := ", ".join(EngineConfig(**switches).given(*switches)):
         refuse(f"{given} is for an engine in this process, and --url names a server, whose engine has its own options")

@@ -11,7 +11,7 @@ import nanopage
 from nanopage.config.options import EngineConfig
 from nanopage.files.local_servers import LocalServer, fingerprint, local_servers, socket_of
 from nanopage.params import SamplingParams
-from nanopage.terminal.calls import Server
+from nanopage.terminal.calls import Server, ServerError
 from nanopage.terminal.images import check_sight
 from nanopage.terminal.remote import connect, find_card
 from nanopage.terminal.reply import NO_TEMPLATE, Model
@@ -123,6 +123,10 @@ class FromHere:
             server, which = Server("http://localhost/v1", self.key, socket_of(file)), f"(pid {entry.pid})"
             if entry.model != wanted or not server.answers("../health", PROBE_SECONDS):
                 continue
+            with contextlib.suppress(ServerError):  # 404: it never sleeps
+                if server.get("../is_sleeping", PROBE_SECONDS).get("is_sleeping"):
+                    say(f"The nanopage server that runs here {which} is not used: it sleeps.")
+                    continue
             if why_not := self._why_not(entry):
                 say(f"The nanopage server that runs here {which} is not used: {why_not}.")
                 continue
@@ -146,6 +150,11 @@ class FromHere:
                 return f"it was started without {option}" if value == default[name] else f"it has {option} {value}"
         if entry.version != nanopage.__version__:
             return f"it is nanopage {entry.version}"
+        from nanopage.weights.inventory import hub_models, snapshot
+
+        root = hub_models().get(entry.model)
+        if root is not None and snapshot(root).resolve() != Path(entry.path):
+            return "there is another version of the model on this disk"
         with contextlib.suppress(OSError):
             if fingerprint(Path(entry.path)) == entry.files:
                 return "it needs --api-key" if entry.needs_key and self.key is None else ""

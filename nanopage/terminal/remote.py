@@ -110,7 +110,7 @@ class RemoteModel:
         try:
             return msgspec.convert(self.server.post("../tokenize", body)["count"], int)
         except ServerError as error:
-            if error.status != 404:
+            if error.status not in (401, 403, 404, 405):  # a proxy may let only /v1 through
                 raise
             self.counts = False
             return None
@@ -190,13 +190,17 @@ class RemoteStream:
         self._usage: _Usage | None = None
         self._calls: dict[int, tuple[list[str], list[str]]] = {}  # index -> (id and name, pieces of the arguments)
         self._error: str | None = None
-        self._thinks = request.begun.rfind(THINK) > request.begun.rfind(END_THINK)
+        self._reads_calls = bool(request.tools) and request.reads_calls
+        self._opened = request.begun.rfind(THINK) > request.begun.rfind(END_THINK)  # the beginning has the mark
+        self._thinks = False
         self._began = time.perf_counter()
         self._times: list[float] = []  # of the first text, and of the last
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         texts = self._texts()
         self._interrupt.notice = self._call.stop
+        if self._interrupt.signum is not None:  # it came while the call was made
+            raise Stopped
         with spinner("waiting for the server", SPINNER_DELAY):
             first = next(texts, None)
         if first is not None:
@@ -212,7 +216,7 @@ class RemoteStream:
         if not (self._text or self._finish):
             return None
         usage, calls = self._usage, []
-        if self._calls and self._finish == "stop":
+        if self._calls and self._reads_calls and self._finish == "stop":
             from nanopage.grammar.tool_pieces import ToolCall
 
             calls = [
@@ -296,7 +300,7 @@ class RemoteStream:
         if text is None or self._thinks == thinks:
             return text or ""
         self._thinks = thinks
-        return mark + text
+        return text if thinks and self._opened and not self._text else mark + text
 
     def _add(self, part: _CallPart) -> None:
         names, arguments = self._calls.setdefault(part.index, (["", ""], []))
@@ -329,6 +333,7 @@ def connect(
     """
     remote = RemoteModel(server, find_card(server, model), frozenset(asked), where, sees_images)
     params = remote.defaults
-    if remote.is_nanopage and params == SamplingParams(max_tokens=None):
-        params = SamplingParams(temperature=0)  # as for a model in this process
+    # As for a model in this process. A model that is not loaded yet has no length, and does not say what it recommends.
+    if remote.is_nanopage and remote.max_model_len is not None and params == SamplingParams(max_tokens=None):
+        params = SamplingParams(temperature=0)
     return remote, remote.name, dataclasses.replace(params, **{"max_tokens": MOST_TOKENS} | asked)

@@ -130,7 +130,7 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
         if not isinstance(message, dict) or {*fields} != {"role", "content"} or message["role"] != role:
             raise ValueError(f"messages[{i}] must be {{'role': '{role}', 'content': ...}}, got {message!r}")
         if "steps" in message:
-            _check_steps(message["steps"], f"messages[{i}]['steps']")
+            message["steps"] = _check_steps(message["steps"], f"messages[{i}]['steps']")
         if "images" in message:
             check_images(message["images"], f"messages[{i}]['images']")
         if not isinstance(message["content"], str):
@@ -141,13 +141,14 @@ def _read(data: dict) -> tuple[str, str | None, list[dict], SamplingParams]:
     return model, system, messages, params
 
 
-def _check_steps(steps, name: str) -> None:
-    """Raises ValueError, TypeError for messages that are not calls of tools and their results."""
+def _check_steps(steps, name: str) -> list[dict]:
+    """Calls of tools and their results, as a chat has them. Raises: ValueError, TypeError for other messages."""
     if not isinstance(steps, list) or not steps:
         raise TypeError(f"{name} must be a list of messages")
-    normalize_messages(steps)
+    steps = normalize_messages(steps)
     if any(message["role"] not in ("assistant", "tool") for message in steps):
         raise ValueError(f"{name} must have the roles assistant and tool")
+    return steps
 
 
 def parse_value(name: str, text: str):

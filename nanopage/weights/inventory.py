@@ -125,7 +125,7 @@ def stored_models() -> list[StoredModel]:
     """All models in the caches, by name."""
     places = {name: cache_directory() / "models" / name for name in CARRIED}
     found = [(model, root, root) for model, root in places.items() if root.is_dir()]
-    found += [(model, root, _snapshot(root)) for model, root in hub_models().items()]
+    found += [(model, root, snapshot(root)) for model, root in hub_models().items()]
     shorts = [*map(_short, {**places, **hub_models()})]
     return sorted(
         (
@@ -209,7 +209,7 @@ def _hub_cache() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def _snapshot(root: Path) -> Path:
+def snapshot(root: Path) -> Path:
     """The snapshot of a model that the hub's client would give: that of "main", else the newest one."""
     with suppress(OSError):
         return root / "snapshots" / (root / "refs" / "main").read_text().strip()
