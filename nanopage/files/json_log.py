@@ -20,12 +20,14 @@ from nanopage.files.lossy_output import lose_output
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)  # of the call that a message is about
 
+JSON_LOG = "_NANOPAGE_JSON_LOG"  # the environment variable that tells workers to do the same
+
 logger = logging.getLogger("nanopage")
 
 
 def log_as_json() -> None:
     """From now on, this process and its workers write JSON to stderr, and lose what stderr does not take at once."""
-    os.environ["NANOPAGE_LOG_FORMAT"] = "json"  # for workers
+    os.environ[JSON_LOG] = "1"
     lose_output()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())

@@ -37,7 +37,8 @@ OPEN_PATHS = ("/", "/health", "/ping")  # need no key: the chat page has no data
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 # As browsers write it: in lower case, without the port that the scheme implies.
 ORIGIN = re.compile(r"\*|(?!http://.*:80$)(?!https://.*:443$)[a-z][a-z0-9+.-]*://[^\sA-Z/?#@*,]+")
-READABLE_HEADERS = ("retry-after", "x-ignored-fields", "x-request-id")  # of replies, by pages of other origins
+# Headers of replies that pages of other origins may read.
+READABLE_HEADERS = ("retry-after", "x-ignored-fields", "x-request-id", "x-should-retry")
 
 
 class Gate:

@@ -91,6 +91,8 @@ def _models_in(directory: str) -> dict[str, str]:
             logger.warning(f"{entry} is skipped: it has no config.json")
             continue
         name = entry.name.removesuffix(".gguf")
+        if not name.isprintable():
+            raise ValueError(f"--models-dir {directory}: {entry.name!r} cannot be the name of a model")
         if name in models:
             raise ValueError(f"--models-dir {directory}: {entry.name} and {Path(models[name]).name} have one name")
         models[name] = str(entry.resolve())
@@ -110,11 +112,11 @@ def check_path(path: str) -> None:
 def weight_bytes(path: str) -> int:
     """Bytes of a model's files of weights; 0 if they have not been fetched yet."""
     place = Path(os.path.expanduser(path))
-    if place.exists():
-        files = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("model.bin")]
-        return sum(file.stat().st_size for file in files)
-    names = {name: model.num_bytes for model in stored_models() for name in (model.id.lower(), model.name.lower())}
-    return names.get(path.lower(), 0)
+    if not place.exists():
+        stored = (each for each in stored_models() if path.lower() in (each.id.lower(), each.name.lower()))
+        place = next((each.directory for each in stored), place)
+    files = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("model.bin")]
+    return sum(file.stat().st_size for file in files if not file.name.startswith("consolidated"))  # the same again
 
 
 def _size(text: str) -> int:

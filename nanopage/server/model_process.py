@@ -18,6 +18,7 @@ import httpx2
 import psutil
 
 import nanopage
+from nanopage.files.json_log import JSON_LOG
 from nanopage.server.errors import ApiError
 from nanopage.server.relay import ENGINE_DEAD, ERROR, Reply
 
@@ -194,12 +195,12 @@ class ModelProcess:
     def _tree(self) -> list[psutil.Process]:
         """The process and its workers, which are all in its session. Compiling processes have sessions of their own:
         they go on when the process ends, for its next start, and run only when the CPU is idle."""
-        assert self._process is not None
-        found = []
-        if self._process.returncode is None:  # otherwise, another process may have its id
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(self._process.pid)
-                found = [process, *process.children(recursive=True)]
+        found: list[psutil.Process] = []
+        if self._process is None or self._process.returncode is not None:  # not started, or its id may be another's
+            return found
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self._process.pid)
+            found = [process, *process.children(recursive=True)]
         return [each for each in found if _session_of(each.pid) == self._process.pid]
 
     def _how_ended(self) -> str:
@@ -233,7 +234,7 @@ def _session_of(pid: int) -> int:
 def environment() -> dict[str, str]:
     """The environment of a process that imports this nanopage, and nothing from the current directory."""
     paths = [str(Path(nanopage.__file__).parents[1]), *filter(os.path.isabs, sys.path)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", JSON_LOG: ""}
 
 
 def error_of(status: int, body: bytes) -> ApiError:

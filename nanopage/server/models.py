@@ -158,7 +158,7 @@ class Models:
         check_path(model.path)
         socket = f"{self._directory.name}/{next(self._numbers)}"
         names = {"model_tag": model.path, "served_model_name": [model.name], "uds": socket}
-        options = self.options | IN_FRONT | names | model.options
+        options = self.options | IN_FRONT | names
         needed = self._estimate(model, options) if model.num_bytes is None else model.num_bytes
         return ModelProcess(model.name, [*COMMAND, model.name], options, self.key, needed)
 
@@ -199,6 +199,9 @@ class Models:
     async def _forward(self, method: str, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         """Run a call in the process of its model, unless the client goes away."""
         self.state.check_open(self.loaded)
+        given, origins = Headers(scope=scope), self.options["allowed_origins"]
+        if given.get("sec-fetch-site") == "cross-site" and "*" not in origins and given.get("origin") not in origins:
+            raise ApiError(403, "a page of another site may not use the models", code="foreign_site")
         body, query = (await receive())["body"], scope["query_string"].decode("latin-1")
         if method == "GET":
             name, streams = urllib.parse.parse_qs(query).get("model", [None])[0], False
@@ -211,7 +214,7 @@ class Models:
         model = self.models[self.state.model_name(name)]
         headers = [item for item in scope["headers"] if item[0] in (*HEADERS, *KEY_HEADERS)]
         reply = Reply(path, send, scope["nanopage.send"])
-        call = Call(method, f"{path}?{query}" if query else path, headers, body)
+        call = Call(method, path, headers, body)
         await self.calls.run(self._answer(model, call, reply, streams), reply, receive)
 
     def _check_queue(self, model: Resident, num_bytes: int) -> None:
@@ -238,9 +241,12 @@ class Models:
     def _card(self, name: str) -> dict:
         """A model's entry in /v1/models, with what its process said when it was last loaded."""
         model = self.models[name]
-        known = model_card(ServerState([name], created=self.state.created), name) | model.card
+        known = model_card(ServerState([name], created=self.state.created), name)
+        known |= {
+            field: model.card[field] for field in ("max_model_len", "default_sampling_params") if field in model.card
+        }
         error = None if model.error is None else str(model.error)
-        return known | {"created": self.state.created, "state": model.state, "error": error}
+        return known | {"state": model.state, "error": error}
 
     async def _metrics(self) -> bytes:
         models, found = [*self.models.values()], []
@@ -252,7 +258,9 @@ class Models:
         budget = 0 if self.residents is None else self.residents.budget
         found.append(GaugeMetricFamily("nanopage:models_memory_bytes", "The most that all models may take.", budget))
         engines: dict[str, Metric] = {}
-        pages = await asyncio.gather(*(_engine_metrics(model) for model in models if model.is_loaded))
+        pages = await asyncio.gather(
+            *(_engine_metrics(model.name, model.process) for model in models if model.process and model.is_loaded)
+        )
         for family in itertools.chain.from_iterable(pages):
             if engines.setdefault(family.name, family) is not family:
                 engines[family.name].samples += family.samples
@@ -298,15 +306,14 @@ async def _comment(reply: Reply) -> None:
             await reply.direct({"type": "http.response.body", "body": silence, "more_body": True})
 
 
-async def _engine_metrics(model: Resident) -> list[Metric]:
+async def _engine_metrics(name: str, process: ModelProcess) -> list[Metric]:
     """The metrics of a model's engine, under the model's name here."""
     try:
-        assert model.process is not None
-        text = (await model.process.get("/metrics")).text
+        text = (await process.get("/metrics")).text
     except httpx2.TransportError:  # the process has died
         return []
     found = [family for family in text_string_to_metric_families(text) if family.name.startswith(("vllm:", HEARD))]
     for family in found:
-        named = {"model_name": model.name}
+        named = {"model_name": name}
         family.samples = [sample._replace(labels=sample.labels | named) for sample in family.samples]
     return found

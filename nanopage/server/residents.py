@@ -28,7 +28,7 @@ MEASURE_SECONDS = 10.0  # between measurements while requests run
 class Resident:
     """A model, and what has become of it.
 
-    path, options: what to load, and options of `nanopage serve` for this model alone.
+    path: what to load.
     process: its process, loaded or not. task: loads it. closing: it takes no new requests, so that others fit.
     num_running, num_waiting, num_waiting_bytes: its requests.
     num_bytes: what it needed when it was last loaded; None if it never was.
@@ -40,7 +40,6 @@ class Resident:
 
     name: str
     path: str
-    options: dict[str, Any] = field(default_factory=dict)
     process: ModelProcess | None = None
     task: asyncio.Task | None = None
     closing: bool = False
@@ -168,7 +167,7 @@ class Residents:
             if self.draining:
                 raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=30)
             if model.error is not None and time.monotonic() < model.failed_at + FAILURE_SECONDS:
-                raise model.error
+                raise model.error.with_traceback(None)  # which would keep the bodies of all requests that it has ended
             if model.task is None or model.task.done():
                 model.task = self._spawn(self._load(model))
             await asyncio.wait((model.task,))

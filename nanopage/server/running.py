@@ -49,6 +49,8 @@ class Server(uvicorn.Server):
         """Listen and load the model. Raises: ValueError for an address that cannot be used."""
         make_protocol = functools.partial(Connection, config=self.config, server_state=self.server_state, app_state={})
         listening, limit = listen(self.config.host, self.config.port, self.config.uds), raise_limit()
+        if isinstance(self.engine, Models):
+            limit //= 2  # each call has a connection to its model's process, too
         self.servers = [Listener(sock, make_protocol, self.config.ssl, limit) for sock in listening]  # type: ignore[misc]
         self._of_listeners = make_protocol, limit
         self.started = True

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanopage.distributed import messages
-from nanopage.files.json_log import log_as_json
+from nanopage.files.json_log import JSON_LOG, log_as_json
 from nanopage.files.lossy_output import lose_output
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides
     if hasattr(signal, "SIGTTOU"):
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # output in the background, after "stty tostop"
-    log_as_json() if os.environ.get("NANOPAGE_LOG_FORMAT") == "json" else lose_output()
+    log_as_json() if os.environ.get(JSON_LOG) else lose_output()
     serve(Connection(int(sys.argv[1])))
     sys.stderr.flush()
     os._exit(0)  # nothing is left to do, and threads of torch.distributed may still run

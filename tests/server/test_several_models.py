@@ -74,8 +74,8 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def several(root, names="abc", room=2, keep_alive=-1.0, keys=(), **state):
-    """A server with these models, `room` of which fit into memory."""
+async def several(root, names="abc", room=2, keep_alive=-1.0, keys=(), measures=False, **state):
+    """A server with these models, `room` of which fit into memory. `measures`: what they really take counts."""
     for name in names:
         (root / name).mkdir()
         (root / name / "config.json").write_text("{}")
@@ -84,7 +84,7 @@ async def several(root, names="abc", room=2, keep_alive=-1.0, keys=(), **state):
     shared = ServerState([*names], **state)
     front = Models(shared, {name: str(root / name) for name in names}, options, [*keys])
     await asyncio.to_thread(front.load, asyncio.get_running_loop())
-    front.residents.measures = False
+    front.residents.measures = measures
     app = guard(front.routes, shared, [*keys], ["localhost"], False, "", app=front)
     app.images = lambda: True
     try:
@@ -131,6 +131,26 @@ def test_models_are_loaded_when_they_are_wanted_and_unloaded_when_others_need_th
 
     for process in run(work()):
         assert process._process.returncode is not None
+
+
+def test_memory_is_measured_while_another_model_is_about_to_start(tmp_path):
+    async def work():
+        async with several(tmp_path, room=1, measures=True) as served:
+            assert (await served.post("c")).status == 200
+            replies = await asyncio.gather(served.post("a"), served.post("b"))
+            assert [reply.status for reply in replies] == [200, 200]
+
+    run(work())
+
+
+def test_a_page_of_another_site_loads_no_model(tmp_path):
+    async def work():
+        async with several(tmp_path) as served:
+            reply = await served.post("a", headers={"sec-fetch-site": "cross-site", "origin": "https://evil.example"})
+            assert (reply.status, reply.error["code"]) == (403, "foreign_site")
+            assert served.states()["a"] == "unloaded"
+
+    run(work())
 
 
 def test_a_call_and_its_reply_pass_as_they_are(tmp_path):
@@ -318,7 +338,7 @@ def test_a_model_that_is_too_large_alone_is_refused(tmp_path):
             assert served.models.residents.num_used < NEEDED
             served.models.residents.budget = 1000
             await served.models.residents._shrink()
-            assert not served.models.residents.processes
+            await served.until(lambda: not served.models.residents.processes)
 
     run(work())
 
