@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from nanopage.engine.host_pool import HostPool, Tables, count_blocks
 from nanopage.engine.prefix_cache import Prefix, PrefixCache
 from nanopage.engine.windows import entries_behind
-from nanopage.state.layer_kinds import STATE
+from nanopage.state.layer_kinds import STATE, first_blocks
 from nanopage.step import NO_BLOCK
 
 
@@ -137,7 +137,7 @@ class BlockManager:
         writers: list[int] = []  # the shared blocks that each writing table would write to
         for seq_id, num_written, num_tokens in work:
             table = self.block_tables[seq_id]
-            missing += len(self._missing(table, num_tokens, num_tokens))
+            missing += len(self._missing(table, num_written, num_tokens, num_tokens))
             writers += [table[index] for index in self._shared_entries(table, num_written)]
         # The last owner writes in place, so a block is copied at most ref_count - 1 times.
         return missing + sum(min(writers.count(block), self.ref_counts[block] - 1) for block in set(writers))
@@ -150,7 +150,7 @@ class BlockManager:
         """
         table = self.block_tables[seq_id]
         shares = self._shared_entries(table, num_written)
-        missing = self._missing(table, num_tokens, num_tokens - num_drafted)
+        missing = self._missing(table, num_written, num_tokens, num_tokens - num_drafted)
         if len(missing) + len(shares) > self.num_free_blocks:
             return False
         for index in shares:
@@ -218,10 +218,13 @@ class BlockManager:
         if self.ref_counts[block] == 0 and not self.prefixes.keep(block, worth_keeping):
             self._free.append(block)
 
-    def _missing(self, table: list[int], num_tokens: int, state_end: int) -> Sequence[int]:
+    def _missing(self, table: list[int], num_written: int, num_tokens: int, state_end: int) -> Sequence[int]:
         """The table indices that lack a block for so many tokens. Of the states, only the one after `state_end` tokens
         needs a block."""
-        missing = range(len(table), self.blocks_for(num_tokens))
+        missing: Sequence[int] = range(len(table), self.blocks_for(num_tokens))
+        if num_written * self.num_kinds > len(table) * self.block_size:  # given K and V: only what windows reach
+            firsts = first_blocks(self.windows, num_written, self.block_size)
+            missing = [index for index in missing if index // self.num_kinds >= firsts[index % self.num_kinds]]
         if not self.num_states:
             return missing
         newest = (state_end - 1) // self.block_size * self.num_kinds

@@ -126,6 +126,11 @@ class ItemRows:
         self.cache.entries = len(self.outputs)
         return found
 
+    def forget(self) -> None:
+        """Forget all outputs of encoders."""
+        self.outputs.clear()
+        self.cache.entries = self.cache.num_bytes = 0
+
     def _encode(self, items: list[Item]) -> None:
         """Keep the outputs of items of one kind, whose payloads have the same shapes."""
         arrays = {name: np.stack([item.payload[name] for item in items]) for name in items[0].payload}

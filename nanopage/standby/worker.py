@@ -47,7 +47,7 @@ class WorkerStandby:
         cache = worker.kv_cache
         cache.host = None
         if worker.wings.items is not None:
-            worker.wings.items.outputs.clear()
+            worker.wings.items.forget()
         if worker.setup.on_gpu:
             self._sleep_on_gpu(worker, level)
             return
@@ -112,7 +112,7 @@ class WorkerStandby:
         if worker.setup.on_gpu:
             torch.cuda.synchronize(worker.setup.device)
         if worker.wings.items is not None:
-            worker.wings.items.outputs.clear()
+            worker.wings.items.forget()
         self.drop(worker)
 
     def drop(self, worker: Worker) -> None:

@@ -31,4 +31,6 @@ def why_not_invariant(setup: Setup) -> str | None:
         return f"{config.architecture} has products that are not in tiles"
     if config.experts is not None and not joins_experts(setup):
         return "experts of this kind are computed one by one"
+    if config.experts is not None and config.experts.shared_size and config.experts.shared_gate:
+        return "the gate of the expert that computes all tokens is not in tiles"
     return None

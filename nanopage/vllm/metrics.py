@@ -125,7 +125,8 @@ class Metrics:
         self.ended = dict.fromkeys(("stop", "length", "abort", "error"), 0)  # completions, by finish_reason
         self.histograms = {name: Observations(bounds) for name, bounds in HISTOGRAMS.items()}
         shape = engine.model_config
-        self.encoder_cache = EncoderCache() if shape.encoders or shape.encoded_positions else None
+        encodes = bool(shape.encoders or shape.encoded_positions) and config.pipeline_parallel_size == 1
+        self.encoder_cache = EncoderCache() if encodes else None
         self.busy_seconds = 0.0  # of all steps
         self.last_step = StepStats()
         self.queues = engine.scheduler

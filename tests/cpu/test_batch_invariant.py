@@ -33,6 +33,7 @@ def test_other_options_are_refused_by_name(option):
         ("lfm2", {"layer_types": ["conv", "conv"], "num_hidden_layers": 2, "pad_token_id": None}, {}, "with a state"),
         ("deepseek_v3", {"moe_intermediate_size": 8}, {}, "latent attention"),
         ("gpt_oss", {"sliding_window": 7, "num_local_experts": 3}, {"max_model_len": 7}, "experts of this kind"),
+        ("qwen2_moe", {}, {}, "gate of the expert"),
         ("qwen2", {}, {"runner": "pooling"}, "batch_invariant=True does not work with embeddings and scores"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -727,7 +727,7 @@ def test_the_longest_prefix_of_which_everything_is_left_that_is_seen(windows, ev
     hit = manager.lookup([*tokens, 9])
     assert len(hit) == num_found
     assert manager.allocate(1, hit, 9) == 2 * num_found
-    assert grow(manager, 1, 9)
+    assert manager.grow(1, 2 * num_found, 9)
     manager.register(1, [*tokens, 9], 8)
     manager.slide(1, 8)
     check_blocks(manager)

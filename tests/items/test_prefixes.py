@@ -74,6 +74,16 @@ def test_k_and_v_of_tokens_act_as_the_tokens(family, tmp_path):
                 assert ours[token].logprob == pytest.approx(logprob.logprob, abs=1e-4)
 
 
+def test_blocks_that_no_window_reaches_are_not_taken_for_a_prefix(tmp_path):
+    sizes = {"sliding_window": 5, "num_hidden_layers": 2}
+    path, before = tiny_model(tmp_path / "model", "mistral", **sizes), random_tokens([40])[0]
+    request = save_prefix(tmp_path / "prefix", tiny_hf_model("mistral", **sizes), before)
+    tuned = {"prompt_token_ids": before[:4], "prompt_adapter_request": request}
+    small = make_engine(path, max_num_batched_tokens=8, max_num_seqs=1, max_model_len=64, num_gpu_blocks_override=6)
+    assert tokens_of(run(small, tuned)[0]) == tokens_of(run(make_engine(path), before + before[:4])[0])
+    assert small.scheduler.queues.num_preemptions == 0
+
+
 @pytest.fixture(scope="module")
 def exact(model, tmp_path_factory):
     """A prefix in float64, its tokens, and three prompts."""
