@@ -877,7 +877,11 @@ def check_world(
     return engine
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"] if LONG or MANY else ["float32"])
+# Each dtype compiles its own layers, which takes 45 seconds.
+compiles_layers = pytest.mark.skipif(not (LONG or MANY), reason="NANOPAGE_LONG_TESTS=1 compiles")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def invariant(request, tmp_path_factory, worker_id):
     """Options with `batch_invariant`, and a model with two layers of the default model's sizes. Its layers are compiled
     once for a dtype, and every process of a run loads them."""
@@ -892,6 +896,7 @@ def invariant(request, tmp_path_factory, worker_id):
         yield model, {"dtype": dtype, "batch_invariant": True}
 
 
+@compiles_layers
 @pytest.mark.parametrize("world", range(WORLDS if MANY else 3))
 def test_nor_does_rounding(world, invariant, monkeypatch):
     """To the bit. Blocks of 4 tokens, for which other layers are compiled, are too small to be read in place."""
@@ -904,6 +909,7 @@ def test_nor_does_rounding(world, invariant, monkeypatch):
     happened["worlds to the bit that preempted"] += engine.scheduler.queues.num_preemptions > 0
 
 
+@compiles_layers
 def test_rows_do_not_depend_on_the_rows_beside_them(invariant):
     """The logits of a prompt, whatever the size of its chunks."""
     model, fixed = invariant
