@@ -13,7 +13,8 @@ from rich.live import Live
 from benchmarks.steps import listening
 from nanopage.outputs import StepStats
 from nanopage.terminal.blocks import draw
-from nanopage.view.frames import Frames, Picture, Recorder
+from nanopage.view.frames import Frames, Recorder
+from nanopage.view.picture import Picture
 
 SECONDS = 2.0  # over which the rate is taken
 

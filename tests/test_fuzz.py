@@ -61,8 +61,9 @@ from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import Item, WorkerDiedError
 from nanopage.text.prompts import TokenizedPrompt
 from nanopage.view.explain import make_sentences, told
-from nanopage.view.frames import Frames, Picture
+from nanopage.view.frames import Frames
 from nanopage.view.invariants import check_blocks
+from nanopage.view.picture import Picture
 from nanopage.worker import jit
 from nanopage.worker.cuda_graphs import CUDAGraphs
 from nanopage.worker.eager import Eager

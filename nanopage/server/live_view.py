@@ -31,7 +31,8 @@ from nanopage.outputs import StepStats
 from nanopage.server.errors import ApiError, json_response
 from nanopage.server.pages import page_reply
 from nanopage.server.streaming import HEADERS, KEEP_ALIVE, KEEP_ALIVE_SECONDS
-from nanopage.view.frames import Frame, Frames
+from nanopage.view.frames import Frames
+from nanopage.view.picture import Frame
 
 logger = logging.getLogger("nanopage")
 

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nanopage.view.frames import Picture, Request
+from nanopage.view.picture import Picture, Request
 
 COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 BARS = "▁▂▃▄▅▆▇█"

@@ -20,7 +20,7 @@ from nanopage.text.reasoning import END_THINK, THINK
 
 if TYPE_CHECKING:
     from nanopage.step import Capacity
-    from nanopage.view.frames import Picture
+    from nanopage.view.picture import Picture
 
 TEMPLATE_FIELDS = ("model", "prompt", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
@@ -134,7 +134,7 @@ class RemoteModel:
     def picture(self) -> "Picture":
         if not self.is_nanopage:
             raise ValueError(f"the KV blocks are in another process, and {self.server.where} does not show them")
-        from nanopage.view.frames import Picture
+        from nanopage.view.picture import Picture
 
         picture = Picture()
         with contextlib.closing(Call(self.server, "../view/events")) as call:

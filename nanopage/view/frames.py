@@ -1,9 +1,9 @@
 """The data of the live view: frames of an engine, and recordings of frames.
 
 A *key* frame has the whole state: requests, queues, and the contents of blocks. A *step* frame has what a step did and
-what has changed since the previous frame. `Picture` applies frames, as the page does (view/view.html). A recording is a
-file of JSON lines, one frame per line, that begins with a key frame. `nanopage serve` and `bench.py serve --record`
-make the same frames.
+what has changed since the previous frame. `Picture` (picture.py) applies frames, as the page does (view/view.html). A
+recording is a file of JSON lines, one frame per line, that begins with a key frame. `nanopage serve` and `bench.py
+serve --record` make the same frames.
 
 Frames have no text of a prompt or an output, and no ids of requests: requests are numbered in order of arrival.
 
@@ -44,12 +44,10 @@ Of a step frame also:
     events      [kind, request] of RequestEvents
 """
 
-import gzip
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from dataclasses import astuple
+from typing import IO
 
 import msgspec
 
@@ -59,13 +57,11 @@ from nanopage.engine.sequence import SequenceGroup
 from nanopage.outputs import StepStats
 from nanopage.step import NO_BLOCK
 from nanopage.view.explain import make_sentences, told
+from nanopage.view.picture import VERSION, Frame
 
-VERSION = 1
 PHASES = ("schedule", "prepare", "model", "sample", "wait", "update", "output")
 TOKENS = ("prefill", "decode", "output", "cached")
 MAX_ENDED = 256  # ended requests whose numbers are kept
-
-Frame = dict[str, Any]
 
 
 class Frames:
@@ -347,92 +343,6 @@ def _progress(group: SequenceGroup) -> tuple[int, int, int]:
     return tokens, live[0].num_computed_tokens, group.metrics.num_preemptions
 
 
-@dataclass
-class Request:
-    """A request in a picture. The fields are as in frames."""
-
-    number: int
-    prompt: int
-    most: int
-    completions: int
-    beams: bool
-    priority: int
-    tokens: int = 0
-    computed: int = 0
-    preemptions: int = 0
-    items: list[list[int]] = field(default_factory=list)
-
-
-class Picture:
-    """The state that the frames so far describe.
-
-    Attributes:
-        requests: number -> Request, of unfinished requests.
-        queues: numbers of waiting, running and swapped requests.
-        tables, host: sequence -> (request, blocks).
-        cached: the cached blocks.
-        encoder: as in frames; empty before anything was encoded.
-        last: the last frame.
-        output_tokens, preempted, hit_tokens, prompt_tokens: totals since the first frame.
-    """
-
-    def __init__(self) -> None:
-        self.last: Frame = {}
-        self.key: Frame = {}
-        self.encoder: tuple[int, ...] = ()
-        self.output_tokens = self.preempted = self.hit_tokens = self.prompt_tokens = 0
-
-    def apply(self, frame: Frame) -> None:
-        """Raises: ValueError if a step frame comes before a key frame."""
-        if frame["frame"] == "key":
-            self.key = frame
-            self.requests: dict[int, Request] = {}
-            self.tables = {seq: (owner, list(blocks)) for seq, owner, blocks in frame["tables"]}
-            self.host = {seq: (owner, blocks) for seq, owner, blocks in frame["host"]}
-            self.cached = set(frame["cached"])
-        elif not self.key:
-            raise ValueError("the first frame is not a key frame")
-        self.last = frame
-        self.requests |= {request[0]: Request(*request) for request in frame.get("requests", ())}
-        self.queues: list[list[int]] = frame.get("queues") or self.queues
-        for number, tokens, computed, preemptions in frame.get("progress", ()):
-            request = self.requests[number]
-            request.tokens, request.computed, request.preemptions = tokens, computed, preemptions
-        if frame["frame"] == "step":
-            self._apply_step(frame)
-
-    def _apply_step(self, frame: Frame) -> None:
-        for kind, number in frame["events"]:
-            self.preempted += kind in ("preempted", "swapped out")
-            if kind == "finished":
-                self.requests.pop(number, None)
-        self.encoder = tuple(frame.get("encoder", self.encoder))
-        prefill, _, output, cached = frame["tokens"]
-        self.output_tokens, self.prompt_tokens = self.output_tokens + output, self.prompt_tokens + prefill + cached
-        self.hit_tokens += cached
-        for seq in frame.get("gone", ()):
-            del self.tables[seq]
-        for seq, owner, first, blocks in frame["tables"]:
-            before = self.tables[seq][1] if seq in self.tables else []
-            self.tables[seq] = (owner, before[:first] + blocks)
-        for seq in frame.get("host_gone", ()):
-            del self.host[seq]
-        self.host |= {seq: (owner, blocks) for seq, owner, blocks in frame.get("host", ())}
-        self.cached -= set(frame.get("uncached", ()))
-        self.cached |= set(frame.get("cached", ()))
-
-    def owners(self) -> dict[int, list[int]]:
-        """Block -> the requests whose sequences have it in their tables, one for each sequence."""
-        owners: dict[int, list[int]] = {}
-        for owner, blocks in self.tables.values():
-            for block in blocks:
-                owners.setdefault(block, []).append(owner)
-        return owners
-
-
-# Recordings
-
-
 class Recorder:
     """A listener that writes a recording of an engine's steps.
 
@@ -452,21 +362,3 @@ class Recorder:
 
     def _write(self, frame: Frame) -> None:
         self.file.write(msgspec.json.encode(frame) + b"\n")
-
-
-def read_recording(file: Path) -> Iterator[Frame]:
-    """The frames of a recording, plain or gzipped.
-
-    Raises: ValueError that names the file and the line, OSError.
-    """
-    with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                frame = msgspec.json.decode(line)
-                if number == 1 and (frame["frame"], frame["version"]) != ("key", VERSION):
-                    raise ValueError(f"not a recording of version {VERSION}")
-                if frame["frame"] not in ("key", "step", "plan"):
-                    raise ValueError(f"{frame['frame']!r} is no kind of frame")
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{file}, line {number}: {type(error).__name__}: {error}") from None
-            yield frame

@@ -23,7 +23,7 @@ from benchmarks.report import console, figure
 from benchmarks.utilization import Step
 from nanopage import LLMEngine
 from nanopage.outputs import RequestMetrics, StepStats
-from nanopage.view.frames import Picture, read_recording
+from nanopage.view.picture import Picture, read_recording
 
 SCHEMA = json.loads((Path(serve.__file__).parent / "serve.schema.json").read_text())
 

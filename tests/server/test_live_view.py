@@ -21,8 +21,9 @@ from nanopage.server.running import Server
 from nanopage.server.serve import main, parser, why_no_view
 from nanopage.server.state import ServerState
 from nanopage.view.explain import make_sentences
-from nanopage.view.frames import Frames, Picture
+from nanopage.view.frames import Frames
 from nanopage.view.invariants import check_blocks
+from nanopage.view.picture import Picture
 
 PROMPT = {"prompt_token_ids": [10] * 9}
 

@@ -14,7 +14,7 @@ from test_page import PAGE as CHAT
 
 import nanopage.view
 from nanopage.server.live_view import RUNS
-from nanopage.view.frames import Picture, read_recording
+from nanopage.view.picture import Picture, read_recording
 
 PAGE = Path(nanopage.view.__file__).with_name("view.html").read_text()
 

@@ -13,7 +13,8 @@ import nanopage.view.frames
 from nanopage import BeamSearchParams
 from nanopage.server.live_view import RUNS
 from nanopage.terminal.blocks import draw
-from nanopage.view.frames import MAX_ENDED, Frames, Picture, Recorder, read_recording
+from nanopage.view.frames import MAX_ENDED, Frames, Recorder
+from nanopage.view.picture import Picture, read_recording
 
 PREFIX = list(range(10, 26))
 

@@ -6,7 +6,8 @@ from seeing import QWEN_PLACE, gemma_model, idefics_model, picture, qwen_model
 
 from nanopage import LLM, SamplingParams
 from nanopage.terminal.blocks import draw
-from nanopage.view.frames import Frames, Picture
+from nanopage.view.frames import Frames
+from nanopage.view.picture import Picture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
