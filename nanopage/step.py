@@ -67,11 +67,11 @@ NUMBERS = tuple(name for name, kind in SamplingSettings.__annotations__.items() 
 class Item:
     """An input that is no token, such as an image (see nanopage/items).
 
-    kind      "embeds", or that of an encoder of the model
+    kind      "embeds", "prefix" (items/prefixes.py), or that of an encoder of the model
     position  of its first token in the prompt
     length    how many tokens of the prompt it takes the place of. 0: of none; an encoder-decoder model attends to it
     hash      of kind and payload, 32 bytes
-    payload   what an encoder reads
+    payload   what an encoder reads, or the rows themselves, or K and V
     cost      how much of its encoder's budget for a step it takes, in tokens. With length 0: the positions to attend to
     whole     whether its tokens see each other, so that no chunk of a prompt may cut it
     given     whether the payload is K and V of its tokens, so that no step computes them. It is then the first item
@@ -310,9 +310,9 @@ class Executor(Protocol):
         """
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of what `Wings.standby` is of every worker (standby/worker.py), between two steps.
+        """Call a method of every worker's `Wings.standby` (standby/worker.py), between two steps.
 
-        Raises: the error of a worker. All have then ended the call, and go on; WorkerDiedError.
+        Raises: WorkerDiedError; the error of a worker, once all have ended the call. The workers then go on.
         """
 
     def shutdown(self) -> None: ...

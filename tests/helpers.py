@@ -4,6 +4,7 @@ and the logits of every position, by transformers and through nanopage's paged c
 import contextlib
 import functools
 import json
+import logging
 import os
 import random
 import signal
@@ -24,7 +25,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 from typer.main import get_command
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from benchmarks.host import ThroughBytes
 from nanopage.cpu.packed import pack
@@ -309,6 +310,28 @@ def run_bench(*arguments):
 
     with mock.patch("typer.testing._get_command", lambda app: bench_command(), create=True):
         return CliRunner().invoke(bench.app, [*map(str, arguments)], catch_exceptions=False)
+
+
+def run_chat(*arguments, stdin: str | bytes = "") -> Result:
+    """Run chat.py's command line in this process, where no stream is a terminal."""
+    import chat
+
+    logger = logging.getLogger("nanopage")
+    handlers = logger.handlers
+    try:
+        return CliRunner().invoke(chat.app, [*map(str, arguments)], input=stdin, catch_exceptions=False)
+    finally:
+        logger.handlers = handlers
+
+
+def run_together(engine, *prompts, params):
+    """Run prompts to their ends, all at once. Returns their RequestOutputs."""
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    return [outputs[str(i)] for i in range(len(prompts))]
 
 
 def gguf_tensors(file: Path) -> dict[str, torch.Tensor]:

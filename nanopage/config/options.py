@@ -108,7 +108,8 @@ class EngineConfig:
             otherwise transformers.
         seed: for requests without a seed of their own.
         batch_invariant: the tokens and log-probabilities of a request do not depend on what runs beside it, to the bit,
-            also in float32 and bfloat16. On a CPU; layers are compiled before the first step (see docs/performance.md).
+            also in float32 and bfloat16. On a CPU only. Layers are compiled before the first step (see
+            docs/performance.md).
         runner: "generate" makes text, "pooling" embeddings, classes and scores (see docs/embeddings.md). "auto" is what
             the model is for: pooling for an encoder, and where config.json names a model without a language-model head
             or modules.json is there; otherwise generate.

@@ -350,10 +350,8 @@ class CompiledHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden_size] -> [T, vocab_size]"""
-        if len(hidden) == 1 and self.of_one is None:  # as in CompiledLayers
-            return self(_double(hidden))[:1]
-        if len(hidden) == 1:
-            return self.of_one_row(hidden)[0]
+        if len(hidden) == 1:  # without code for one row, as in CompiledLayers
+            return self(_double(hidden))[:1] if self.of_one is None else self.of_one_row(hidden)[0]
         if self.of_many is None:
             return self.model.logits(hidden)
         return self.chain.call(self.of_many, self.fixed, hidden)[0]

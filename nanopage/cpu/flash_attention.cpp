@@ -11,9 +11,9 @@
 //
 // The compiler is given HEAD_DIM (even), NUM_KV_HEADS, GROUP (query heads of a KV head), BLOCK_SIZE, SCALE (of the
 // products of q and k), SOFTCAP (0: none; see layers/attention.py), BFLOAT16 (see registers.h), KV_CACHE, the type of K
-// and V in the cache: Stored, or, where activations are float32, Bfloat16 or Float16; and BATCH_INVARIANT (1: splits,
-// whose ends depend on the other sequences and the threads, are not made. A query then adds up its keys in the same
-// order, by itself or beside other queries of its sequence).
+// and V in the cache: Stored, or, where activations are float32, Bfloat16 or Float16; and BATCH_INVARIANT (1: no splits,
+// because their ends depend on the other sequences and on the number of threads. A query then adds up its keys in the
+// same order, by itself or beside other queries of its sequence).
 
 #include <omp.h>
 

@@ -91,8 +91,8 @@ float float_of(uint32_t bits) {
 #endif
 }
 
-// a * b + c, rounded once where the processor can. Written with operators, the compiler would round once or twice as the
-// code around it suggests: a result could depend on how many rows are computed at once.
+// a * b + c, rounded once where the processor can. With operators, the compiler may round once or twice, depending on the
+// code around them. A result could then depend on how many rows are computed at once.
 [[maybe_unused]] Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -72,7 +72,7 @@ class Compile(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """Call a method of the worker's standby (standby/worker.py). number: of the Called that answers."""
+    """Call a method of the worker's standby (standby/worker.py). number: the Called that answers has the same."""
 
     number: int
     method: Literal["sleep", "wake_up", "load", "take", "drop"]

@@ -135,7 +135,7 @@ class ProcessExecutor:
         self.error: WorkerDiedError | None = None  # why no step can run any more
         self._pinged: dict[int, float] = {}  # rank -> when the ping was sent that it has not answered
         self._starting = True
-        self._numbers = itertools.count()  # numbers of batches
+        self._numbers = itertools.count()  # numbers of batches and calls
         self._awaited: deque[int] = deque()  # the batches whose results are wanted, oldest first
         self._results: dict[int, BatchResult] = {}  # the awaited results that have come
         self._answers: dict[int, messages.Measured | messages.Ready | messages.Called] = {}  # rank -> answer
@@ -203,7 +203,7 @@ class ProcessExecutor:
                 if answer.error is not None:
                     kind, text = answer.error
                     raise ERRORS.get(kind, RuntimeError)(f"rank {rank}: {text}")
-        finally:  # after Ctrl-C, answers come later
+        finally:  # after Ctrl-C, answers may still come
             self._called = -1
             self._answers.clear()
 

@@ -222,7 +222,7 @@ class BlockManager:
         """The table indices that lack a block for so many tokens. Of the states, only the one after `state_end` tokens
         needs a block."""
         missing: Sequence[int] = range(len(table), self.blocks_for(num_tokens))
-        if num_written * self.num_kinds > len(table) * self.block_size:  # given K and V: only what windows reach
+        if num_written * self.num_kinds > len(table) * self.block_size:  # K and V are given: only what windows reach
             firsts = first_blocks(self.windows, num_written, self.block_size)
             missing = [index for index in missing if index // self.num_kinds >= firsts[index % self.num_kinds]]
         if not self.num_states:

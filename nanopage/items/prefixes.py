@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from nanopage.config.model import ModelConfig
-from nanopage.config.options import EngineConfig
+from nanopage.config.options import SIZES, EngineConfig
 from nanopage.device import to_device
 from nanopage.items.items import make_item
+from nanopage.state.layer_kinds import first_block
 from nanopage.state.pages import write
 from nanopage.step import Batch, Item
 from nanopage.worker.eager import Output
 from nanopage.worker.model_runner import Way
 
-DIVIDING = ("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend")
 REORDERED = ("Glm4ForCausalLM", "GlmForCausalLM")  # K has another order here than in transformers (families/glm4.py)
 
 
 def prefix_width(config: EngineConfig, model_config: ModelConfig) -> int:
     """How many numbers each token of a prefix has. Raises: ValueError naming what prefixes do not work with."""
-    for option in config.given(*DIVIDING):
+    for option in config.given(*SIZES, "distributed_executor_backend"):
         raise ValueError(f"peft_type='PREFIX_TUNING' does not work with {option}")
     if model_config.architecture in REORDERED:
         raise ValueError("peft_type='PREFIX_TUNING' does not work with GLM-4, whose K has another order here")
@@ -62,11 +62,11 @@ class WriteGiven:
         return self.way.fits(batch)
 
     def run(self, batch: Batch) -> Output:
-        starts = dict(zip(batch.rows, batch.starts, strict=True))
-        for new in batch.new:
-            for item in new.items:
-                if item.given and starts.get(new.row) == item.length:  # else a prefix in the cache is longer
-                    self._write(new.row, item)
+        given = [(new.row, item) for new in batch.new for item in new.items if item.given]
+        starts = dict(zip(batch.rows, batch.starts, strict=True)) if given else {}
+        for row, item in given:
+            if starts.get(row) == item.length:  # else a prefix in the cache is longer
+                self._write(row, item)
         return self.way.run(batch)
 
     def _write(self, row: int, item: Item) -> None:
@@ -75,8 +75,7 @@ class WriteGiven:
         size, kinds, device = self.kv_cache.block_size, self.kv_cache.kinds, self.table.device
         given = to_device(torch.tensor(item.payload["k_and_v"]), device)
         for layer, kind, cache, both in zip(self.layers, kinds.of_layers, self.kv_cache.layers, given, strict=True):
-            window = kinds.windows[kind]
-            first = 0 if window is None else max(0, item.length + 1 - window) // size * size
+            first = first_block(kinds.windows[kind], item.length, size) * size
             places = torch.arange(first, item.length, device=device)
             slots = self.table.blocks[row, places // size, kind].long() * size + places % size
             k, v = both[:, first:]

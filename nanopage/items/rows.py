@@ -19,8 +19,8 @@ from nanopage.models.meta import family_of
 from nanopage.step import Batch, EncoderCache, Item
 
 CACHE_BYTES = 256 * 2**20  # outputs of encoders
-# The most that items which an encoder computes at once may cost together. No step's budget counts outputs that were
-# forgotten in the middle of an item.
+# The most that the items in one call of an encoder may cost together. A step's budget does not count items that are
+# encoded again because their outputs were evicted halfway.
 MOST_TOGETHER = 8192
 
 
@@ -105,16 +105,19 @@ class ItemRows:
     def outputs_of(self, begun: Sequence[Item], later: Sequence[Item] = ()) -> dict[bytes, Tensor]:
         """The outputs of items' encoders, by hash: [length, hidden_size] each, or what cross-attention reads.
 
-        Args: begun, later: items that this step begins with, and goes on with.
+        Args:
+            begun: items whose first token is in this step.
+            later: items that an earlier step has begun.
         """
-        items, new = [*begun, *later], dict[tuple, dict[bytes, Item]]()  # by kind and shape, then by hash
+        items = [*begun, *later]
         self.cache.queries += len(begun)
         self.cache.hits += sum(item.hash in self.outputs for item in begun)
-        for item in items:
-            if item.hash not in self.outputs:
-                shape = item.kind, *(array.shape for array in item.payload.values())
-                new.setdefault(shape, {})[item.hash] = item
-        for group in [[*group.values()] for group in new.values()]:
+        missing = {item.hash: item for item in items if item.hash not in self.outputs}
+        groups: dict[tuple, list[Item]] = {}  # by kind and shape
+        for item in missing.values():
+            shape = item.kind, *(array.shape for array in item.payload.values())
+            groups.setdefault(shape, []).append(item)
+        for group in groups.values():
             size = max(1, MOST_TOGETHER // max(1, group[0].cost))
             for first in range(0, len(group), size):
                 self._encode(group[first : first + size])

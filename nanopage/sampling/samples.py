@@ -21,10 +21,11 @@ class Samples:
     def __init__(self, tokens: Tensor, logits: Tensor, num_logprobs: np.ndarray):
         self._tokens = to_host(tokens)
         self._top: list[tuple[list[int], list[Tensor]]] = []  # (indexes of tokens, their `top_logprobs`)
-        for num in np.unique(num_logprobs[num_logprobs >= 0]):  # apart, because the order of equal ones depends on it
+        # One top-k for each number, because the order of equal log-probabilities depends on it.
+        for num in sorted({*num_logprobs[num_logprobs >= 0].tolist()}):
             which = np.flatnonzero(num_logprobs == num)
             index = to_device(torch.from_numpy(which), tokens.device)
-            top = top_logprobs(logits[index], tokens[index], int(num))
+            top = top_logprobs(logits[index], tokens[index], num)
             self._top.append((which.tolist(), [to_host(tensor) for tensor in top]))
         self._arrived = None
         if tokens.is_cuda:

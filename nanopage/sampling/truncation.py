@@ -47,7 +47,7 @@ def truncate(
         size: how many of the largest logits are tried. None: CANDIDATES.
 
     Returns: (values, ids), both [B, C]: the C largest logits of each row, in descending order, and their token ids.
-        Logits that are not kept are -inf, and so are those behind a row of which fewer are taken.
+        Logits that are not kept are -inf. A row with fewer than C candidates is padded with -inf.
     """
     values, ids = logits.topk(min(size or CANDIDATES, logits.shape[-1]), dim=-1)
     floors, exact = floors_among(values, logits, temperatures, limits)

@@ -86,5 +86,5 @@ def _options_of_draft_model(config: EngineConfig, model: str, num_blocks: int, m
         max_loras=1,
         max_lora_rank=16,
         distributed_executor_backend=None,
-        batch_invariant=False,  # what drafts are does not change the output
+        batch_invariant=False,  # drafts do not change the output
     )

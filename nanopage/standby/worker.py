@@ -22,8 +22,6 @@ from nanopage.worker.worker import Worker
 
 logger = logging.getLogger("nanopage")
 
-MADV_DONTNEED = 4  # mman.h
-
 
 class WorkerStandby:
     """What a worker does when its engine sleeps, wakes up or gets other weights (see standby/engine.py). Each method
@@ -106,7 +104,7 @@ class WorkerStandby:
         """Copy what `load` has loaded to where the model's weights are."""
         for old, new in zip(self.weights, self._fresh, strict=True):
             if old.is_mkldnn:
-                ctypes.memmove(*_memory_of(old)[:1], *_memory_of(new))
+                ctypes.memmove(_memory_of(old)[0], *_memory_of(new))
             else:
                 old.copy_(new)
         if worker.setup.on_gpu:
@@ -159,7 +157,7 @@ def give_back(tensor: Tensor) -> int:
     if begin >= end:
         return 0
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_DONTNEED):
+    if libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED):
         logger.warning(f"the system does not take memory back (error {ctypes.get_errno()})")
         return 0
     return end - begin

@@ -135,11 +135,13 @@ def build_worker(
         if part.samples:
             warn_of_slow_options(config, model_config, model.layers[0], setup.dtype, product)
         tiled = wings.stored_as is not None
-        compiled = partial(Compiled, model, config=setup.part, dtype=setup.dtype, tiled=tiled)
+        compiled = partial(
+            Compiled, model, config=setup.part, dtype=setup.dtype, tiled=tiled, invariant=config.batch_invariant
+        )
         why = why_eager(setup, model)
         if config.batch_invariant and why:
             raise ValueError(f"batch_invariant=True does not work with {path}: steps would run {why}")
-        wings.compiled = why or partial(compiled, invariant=config.batch_invariant)
+        wings.compiled = why or compiled
     worker = Worker(setup, model, wings, agree)
     if model_config.architecture == WHISPER and model_config.vocab_size > NUM_TIMESTAMPS:
         worker.runner.sampler = TranscriptSampler(worker.runner.table, worker.runner.sampler.sample_all)

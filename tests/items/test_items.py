@@ -1,11 +1,12 @@
 """Items: where they go in a prompt, what the prefix cache makes of them, and prompt embeddings, beside transformers."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, BytesExecutor, tiny_hf_model, tiny_model
+from helpers import CPU, BytesExecutor, run_together, tiny_hf_model, tiny_model
 
 from nanopage import BeamSearchParams, EngineConfig, SamplingParams
 from nanopage.build import build_engine
@@ -19,21 +20,13 @@ from nanopage.text.prompts import keys_of
 from nanopage.weights.loader import read_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=5, ignore_eos=True)
+run = partial(run_together, params=GREEDY)
 
 
 def make_engine(path, **options):
     sizes = {"max_model_len": 100, "block_size": 4, "num_gpu_blocks_override": 100}
     fixed = {"dtype": "float32", "device": "cpu", "enforce_eager": True, "enable_prompt_embeds": True}
     return build_engine(EngineConfig(model=str(path), **fixed | sizes | options))
-
-
-def run(engine, *prompts, params=GREEDY):
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-    return [outputs[str(i)] for i in range(len(prompts))]
 
 
 def image(content: int, position: int, length: int, cost: int = 0):

@@ -2,10 +2,11 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from helpers import BytesExecutor, random_tokens, tiny_hf_model, tiny_model
+from helpers import BytesExecutor, random_tokens, run_together, tiny_hf_model, tiny_model
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
@@ -15,6 +16,7 @@ from nanopage.config.model import LatentConfig
 from nanopage.items.prefixes import prefix_width
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=5, ignore_eos=True)
+run = partial(run_together, params=GREEDY)
 LENGTH = 18  # of a prefix: longer than the windows of 7 tokens, and no multiple of the 4 tokens of a block
 
 
@@ -36,15 +38,6 @@ def save_prefix(directory, hf_model, tokens):
     fields = {"peft_type": "PREFIX_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": len(tokens)}
     (directory / "adapter_config.json").write_text(json.dumps(fields))
     return PromptAdapterRequest("prefix", 1, str(directory), len(tokens))
-
-
-def run(engine, *prompts, params=GREEDY):
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, params)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-    return [outputs[str(i)] for i in range(len(prompts))]
 
 
 def tokens_of(output):
