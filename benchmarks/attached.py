@@ -3,7 +3,7 @@ has loaded, which it uses by itself, and with an engine of its own.
 
 python -m benchmarks.attached
 
-Each question is new, so a prefix cache has only the system message of it. The server first answers one question. Then
+Each question is new, so the prefix cache can hold only its system message. The server first answers one question. Then
 the benchmark waits until the machine is idle, because the server compiles in the background.
 """
 
@@ -22,7 +22,8 @@ import psutil
 import typer
 
 from benchmarks.machine import cpu_name, versions
-from benchmarks.report import console, show_table, spread, table_of
+from benchmarks.outputs import check_outputs, write
+from benchmarks.report import show_table, spread, table_of
 
 ROOT = Path(__file__).parent.parent
 LONGEST_WAIT = 300.0  # seconds
@@ -37,6 +38,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
     """Measure the time from the start of a program to its first token."""
+    check_outputs({"--json": json_file})
     of_model = [] if model is None else ["--model", model]
     rows: dict[str, list[float]] = {"attached": [], "an engine of its own": []}
     with serving(of_model) as env:
@@ -54,8 +56,7 @@ def main(
     show_table(table)
     if json_file is not None:
         header = {"cpu": cpu_name(), "versions": versions()}
-        json_file.write_text(json.dumps({"header": header, "seconds": rows}, indent=1) + "\n")
-        console.print(f"written to {json_file}")
+        write(json_file, (json.dumps({"header": header, "seconds": rows}, indent=1) + "\n").encode())
 
 
 @contextlib.contextmanager

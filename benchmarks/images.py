@@ -23,6 +23,7 @@ import typer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.machine import cpu_name, versions
+from benchmarks.outputs import check_outputs
 from nanopage import LLM, SamplingParams
 
 if TYPE_CHECKING:
@@ -96,13 +97,6 @@ def rates(started: float, times: list[float]) -> tuple[float, float]:
     return times[0] - started, (len(times) - 1) / (times[-1] - times[0])
 
 
-def forget_encoder(llm: LLM) -> None:
-    """Empty the cache of the encoder's outputs."""
-    rows = llm.engine.executor.worker.wings.items
-    rows.outputs.clear()
-    rows.cache.num_bytes = 0
-
-
 def measure(
     directory: Path, dtype: str, num_iters: int, num_tokens: int, eager: bool = False
 ) -> dict[str, dict[str, float]]:
@@ -122,7 +116,7 @@ def measure(
         llm.engine.reset_prefix_cache()
         made["second turn, the encoder's cache"] = nanopage(image, QUESTION + MORE, num_tokens)
         llm.engine.reset_prefix_cache()
-        forget_encoder(llm)
+        llm.engine.executor.worker.wings.items.forget()
         made["second turn, no cache"] = nanopage(image, QUESTION + MORE, num_tokens)
         for name, pair in made.items() if index else ():
             found.setdefault(name, []).append(pair)
@@ -137,6 +131,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
     """Measure a model that sees images with nanopage and with transformers."""
+    check_outputs({"--json": json_file})
     with tempfile.TemporaryDirectory() as directory:
         make_directory(CONFIG, Path(directory))
         found = measure(Path(directory), dtype, num_iters, num_tokens)

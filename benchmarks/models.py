@@ -23,6 +23,7 @@ import psutil
 import typer
 
 from benchmarks.machine import GIB, cpu_name, versions
+from benchmarks.outputs import check_outputs, write
 from benchmarks.report import console, show_table, table_of
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -99,6 +100,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there.")] = None,
 ) -> None:
     """Measure a server with three models and memory for two."""
+    check_outputs({"--json": json_file})
     models = dict(each.split("=", 1) for each in model or [f"m{i}={CONFIGS / name}" for i, name in enumerate(DUMMIES)])
     if len(models) != len(WEIGHTS):
         raise typer.BadParameter(f"give {len(WEIGHTS)} models", param_hint="--model")
@@ -134,11 +136,12 @@ def main(
         load_each(server)  # from then on, the server knows what each needs
         result = drive(server, names, body, seconds, clients, rng)
         idle = wait_until_idle(server, 4 * keep_alive + 60)
-    result |= {"seconds_until_empty": idle, "budget_gib": budget, "needed_gib": needed, "available_before_gib": before}
+    after = psutil.virtual_memory().available / GIB
+    result |= {"seconds_until_empty": idle, "budget_gib": budget, "needed_gib": needed}
+    result |= {"available_before_gib": before, "available_after_gib": after}
     show(result)
     if json_file is not None:
-        json_file.write_text(json.dumps({"header": header, "results": result}, indent=1) + "\n")
-        console.print(f"written to {json_file}")
+        write(json_file, (json.dumps({"header": header, "results": result}, indent=1) + "\n").encode())
     if result["lost"] or idle is None or result["most_loaded"] > 2:
         raise typer.Exit(1)
 
@@ -202,11 +205,10 @@ def show(result: dict[str, Any]) -> None:
     for name, row in result["models"].items():
         table.add_row(name, *(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
     show_table(table)
-    after = psutil.virtual_memory().available / GIB
-    result["available_after_gib"] = after
+    before, after = result["available_before_gib"], result["available_after_gib"]
     console.print(f"lost: {len(result['lost'])}; models loaded at once: {result['most_loaded']}")
     console.print(f"processes took at most {result['most_gib']:.2f} GiB of {result['budget_gib']:.2f}")
-    console.print(f"available before: {result['available_before_gib']:.2f} GiB, after: {after:.2f} GiB")
+    console.print(f"available before: {before:.2f} GiB, after: {after:.2f} GiB")
 
 
 if __name__ == "__main__":

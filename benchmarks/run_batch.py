@@ -60,22 +60,30 @@ def start(options: list[str], source: Path, target: Path, log: Any) -> subproces
     return subprocess.Popen(command, stderr=log)
 
 
+def run(options: list[str], source: Path, target: Path) -> str:
+    """Run to the end. Returns the log."""
+    with tempfile.TemporaryFile() as log:
+        code = start(options, source, target, log).wait()
+        log.seek(0)
+        text = log.read().decode()
+    if code:
+        raise SystemExit(f"run-batch ended with exit code {code}: {text[-2000:]}")
+    return text
+
+
 def run_killed(options: list[str], source: Path, target: Path, points: list[int], rng: random.Random) -> list[int]:
     """Run to the end, with a kill at each of these numbers of lines. Returns: the number of lines at each kill."""
     killed = []
-    with tempfile.TemporaryFile() as log:
-        for point in points:
-            process = start(options, source, target, log)
-            while process.poll() is None and lines_in(target) < point:
-                time.sleep(0.005)
-            time.sleep(rng.random() * 0.1)
-            if process.poll() is None:
-                process.kill()
-                killed.append(lines_in(target))
-            process.wait()
-        if code := start(options, source, target, log).wait():
-            log.seek(0)
-            raise SystemExit(f"run-batch ended with exit code {code}: {log.read()[-2000:].decode()}")
+    for point in points:
+        process = start(options, source, target, subprocess.DEVNULL)
+        while process.poll() is None and lines_in(target) < point:
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.1)
+        if process.poll() is None:
+            process.kill()
+            killed.append(lines_in(target))
+        process.wait()
+    run(options, source, target)
     return killed
 
 
@@ -85,13 +93,10 @@ def lines_in(file: Path) -> int:
 
 def run_timed(options: list[str], source: Path, target: Path) -> float:
     """Seconds of a whole run, as its last line says."""
-    with tempfile.TemporaryFile() as log:
-        code = start(options, source, target, log).wait()
-        log.seek(0)
-        text = log.read().decode()
+    text = run(options, source, target)
     match = re.search(r"; ([\d,.]+) s, [\d,]+ prompt tokens", text)
-    if code or match is None:
-        raise SystemExit(f"run-batch ended with exit code {code}: {text[-2000:]}")
+    if match is None:
+        raise SystemExit(f"run-batch has not said how long it took: {text[-2000:]}")
     return float(match[1].replace(",", ""))
 
 

@@ -57,7 +57,8 @@ def serve(
     view: bool = False,
     record_file: Path | None = None,
 ) -> None:
-    """Serve the requests at one rate after another, and print a table when one is done; at last, one of all rates.
+    """Serve the requests at one rate after another, and print a table after each. At the end, print one of
+    all rates.
 
     Args:
         switches: options of EngineConfig.

@@ -124,7 +124,7 @@ def run_nanopage(work: Work) -> dict:
         return await asyncio.gather(*map(function, files))
 
     def forget() -> None:
-        executor.worker.wings.items.outputs.clear()
+        executor.worker.wings.items.forget()
         loop.run_until_complete(llm.reset_prefix_cache())
 
     def first() -> float:
@@ -153,10 +153,8 @@ def run_transformers(work: Work) -> dict:
     whisper: Any = WhisperForConditionalGeneration.from_pretrained(directory, dtype=getattr(torch, work.dtype)).eval()
     extractor, tokenizer = WhisperFeatureExtractor.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     config = whisper.generation_config
-    config.prev_sot_token_id, config.max_initial_timestamp_index = (
-        tokenizer.convert_tokens_to_ids("<|startofprev|>"),
-        50,
-    )
+    config.prev_sot_token_id = tokenizer.convert_tokens_to_ids("<|startofprev|>")
+    config.max_initial_timestamp_index = 50
     if config.is_multilingual:
         config.language, config.task = "en", "transcribe"
         config.lang_to_id = {"<|en|>": tokenizer.convert_tokens_to_ids("<|en|>")}
@@ -185,10 +183,8 @@ def run_transformers(work: Work) -> dict:
         return str(tokenizer.decode([token_id for token_id in said if token_id < config.eos_token_id]))
 
     def greedy(file: str) -> list[list[int]]:
-        samples, options = (
-            Sound(Path(file)).window(0),
-            {"max_new_tokens": MAX_TOKENS, "force_unique_generate_call": True},
-        )
+        samples = Sound(Path(file)).window(0)
+        options: dict[str, Any] = {"max_new_tokens": MAX_TOKENS, "force_unique_generate_call": True}
         return [generate(samples, return_timestamps=times, **options) for times in (False, True)]
 
     torch.manual_seed(0)
@@ -314,7 +310,7 @@ def python_of(engine: str, peers: Path) -> Path:
 
 
 def ask(work: Work, python: Path) -> dict | str:
-    """Run an engine. A text: why it cannot run here."""
+    """Run an engine. Returns its results, or a string that says why it cannot run here."""
     if not python.exists():
         return f"there is no {python}"
     command = [str(python), "-m", "benchmarks.transcriptions", json.dumps(asdict(work))]
@@ -328,13 +324,11 @@ def ask(work: Work, python: Path) -> dict | str:
 
 def report(found: dict, seconds: list[float], said: list[str]) -> None:
     """Print what an engine has done. Args: seconds: of each sound. said: in each sound; empty if that is not known."""
-    one, many = (
-        f"{time:.2f} s ({of / time:.1f} times real time)"
-        for time, of in (
-            (found["one"], seconds[0]),
-            (found["many"], sum(seconds)),
-        )
-    )
+
+    def pace(took: float, length: float) -> str:
+        return f"{took:.2f} s ({length / took:.1f} times real time)"
+
+    one, many = pace(found["one"], seconds[0]), pace(found["many"], sum(seconds))
     typer.echo(
         f"{found['engine']:15} {found['dtype']:9} first text after {found['first']:.2f} s; {seconds[0]:.0f} s of sound "
         f"in {one}; {len(seconds)} sounds, {sum(seconds):.0f} s, in {many}; {found['MiB']} MiB"

@@ -1,6 +1,6 @@
 """A sound to text, window by window, as Whisper does (Radford et al., 2022, section 4.5).
 
-    Sound ─▶ window of 30 s ─▶ request, again without context or hotter if the text is poor ─▶ segments ─▶ next window
+    Sound ─▶ window of 30 s ─▶ request, retried if the text is poor ─▶ segments ─▶ next window
 
 A window begins where the last complete segment of the window before ends; its prompt may have the text before. So the
 windows of one sound follow each other. The windows of several sounds run together, each in a task of its own, in the

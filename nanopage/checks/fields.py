@@ -192,7 +192,7 @@ class Fields:
         return None if self.values.get(name, default) is None else self.number(name, default)
 
     def activation(self, name: str, default: str = "silu") -> str:
-        """One of ACTIVATIONS. Two have another name, too."""
+        """One of ACTIVATIONS. Two have a second name: swish and gelu_new."""
         value = self.values.get(name, default)
         value = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}.get(str(value), value)
         if value not in ACTIVATIONS:

@@ -32,6 +32,7 @@ from nanopage.layers.attention import StepContext
 from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.layers.mlp import ACTIVATIONS, MLP
+from nanopage.layers.norm import unit_norm
 from nanopage.layers.rotary import rotate
 from nanopage.models.decoder import Decoder, SelfAttention, make_norm
 from nanopage.reading.names import renamed
@@ -250,8 +251,7 @@ class Gemma4Attention(SelfAttention):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__(config, index, config.attention_bias, config.attention_bias)
         self.source = config.kv_sources[index] if config.kv_sources else index
-        self.is_shared = self.source != index
-        self.v_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps, elementwise_affine=False)
+        self.is_shared, self.eps = self.source != index, config.rms_norm_eps
         k_is_v = config.mixer["k_is_v"] and config.sliding_windows[index] is None
         names = ["q_proj"] if self.is_shared else ["q_proj", "k_proj"] if k_is_v else [*self.qkv_proj.parts]
         parts = {name: self.qkv_proj.parts[name] for name in names}
@@ -264,7 +264,8 @@ class Gemma4Attention(SelfAttention):
         if self.is_shared:
             return heads
         qk = heads[:, : self.num_heads + self.num_kv_heads]
-        return torch.cat((qk, self.v_norm(heads[:, -self.num_kv_heads :])), dim=1)  # the last ones are V, or K
+        v = unit_norm(heads[:, -self.num_kv_heads :], self.eps).to(heads.dtype)  # the last ones are V, or K
+        return torch.cat((qk, v), dim=1)
 
 
 class Gemma4Experts(MixtureOfExperts):
@@ -284,10 +285,10 @@ class Gemma4Router(Router):
 
     def __init__(self, config: ModelConfig, experts: ExpertsConfig):
         super().__init__(config.hidden_size, experts)
-        self.unit_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, elementwise_affine=False)
+        self.eps = config.rms_norm_eps
         self.scale = nn.Parameter(torch.empty(config.hidden_size))
         self.per_expert_scale = nn.Parameter(torch.empty(experts.num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        numbers, weights = super().forward(self.unit_norm(x) * self.scale * x.shape[1] ** -0.5)
+        numbers, weights = super().forward(unit_norm(x, self.eps).to(x.dtype) * self.scale * x.shape[1] ** -0.5)
         return numbers, weights * self.per_expert_scale[numbers]

@@ -285,7 +285,8 @@ class AudioEncoder(nn.Module):
 
 
 def run_layers(layers: nn.ModuleList, x: Tensor, *more: Tensor) -> Tensor:
-    """x [N, positions, hidden_size] of N inputs -> same. A Linear takes one dimension less.
+    """x [N, positions, hidden_size] of N inputs -> same. The layers get N and the positions as one dimension, as a
+    Linear needs.
 
     Args: more: further arguments of the layers.
     """

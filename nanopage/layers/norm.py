@@ -18,9 +18,14 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not F.rms_norm: on a CPU it is several kernels, and several times slower on long prompts.
-        y = x.to(torch.promote_types(x.dtype, torch.float32))
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        y = unit_norm(x, self.eps)
         if self.offset is None:
             return y.to(x.dtype) * self.weight
         return (y * (self.offset + self.weight.to(y.dtype))).to(x.dtype)
+
+
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """x / rms(x), in float32 for half-precision inputs. Shape: [..., size] -> same."""
+    # Not F.rms_norm: on a CPU it is several kernels, and several times slower on long prompts.
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)

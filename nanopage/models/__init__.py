@@ -30,7 +30,7 @@ def load_families() -> list[ModuleType]:
 
 
 def own_families() -> Iterator[ModuleType]:
-    """The families here. Each is imported when it is asked for: for a Llama, no other is."""
+    """The families here. Each is imported only when the search reaches it, so a Llama imports no other family."""
     folder = importlib.import_module("nanopage.families")
     others = [module.name for module in pkgutil.iter_modules(folder.__path__, "nanopage.families.")]
     yield from map(importlib.import_module, ("nanopage.models.llama", *others))

@@ -12,7 +12,8 @@ def renamed(name: str, config: ModelConfig, names: Mapping[str, str | None]) -> 
     Args: names: what replaces each expression in a name, in this order. None: tensors with such names are not used.
     """
     for there, here in names.items():
-        if here is None and re.search(there, name):
+        if here is not None:
+            name = re.sub(there, here, name)
+        elif re.search(there, name):
             return None
-        name = re.sub(there, here or "", name)
     return name

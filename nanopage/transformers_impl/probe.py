@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from nanopage.transformers_impl.decoder import TRIAL, TransformersDecoder, hidden_states
 
 NUM_TOKENS = 7
-# Arguments of attention that change nothing, because the mask shows the window, and nothing is dropped out; and one
-# that our operators have.
+# Arguments of attention that are accepted. Our operators have softcap. The others change nothing: the mask shows the
+# window, and there is no dropout.
 HARMLESS = (
     *("dropout", "sliding_window", "position_ids", "position_embeddings", "cache_position"),
     *("use_cache", "output_attentions", "softcap"),

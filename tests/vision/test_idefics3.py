@@ -165,7 +165,7 @@ def test_a_second_turn_does_not_read_its_images_again(llm):
         [{"role": "user", "content": [{"type": "image", "image": picture()}, "where is the cat?"]}], GREEDY
     )
     assert whole.outputs[0].token_ids == first.outputs[0].token_ids
-    llm.engine.executor.worker.runner.table.items.outputs.clear()
+    llm.engine.executor.worker.runner.table.items.forget()
     messages += [{"role": "assistant", "content": "the"}, {"role": "user", "content": "and the dog?"}]
     [second] = llm.chat(messages, GREEDY, use_tqdm=False)
     assert second.num_cached_tokens > len(first.prompt_token_ids) - 20
