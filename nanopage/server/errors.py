@@ -62,6 +62,11 @@ def json_response(content: object, status: int = 200, headers: dict[str, str] | 
     return Response(msgspec.json.encode(content), status, headers, "application/json")
 
 
+def internal_error() -> ApiError:
+    """A 500 for what only the log explains."""
+    return ApiError(500, "an error of the server: its log says more", code="internal_error")
+
+
 def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
     """A 400 for a ValueError or TypeError of the engine, whose message begins with the name of what is wrong.
 

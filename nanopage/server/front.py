@@ -30,8 +30,8 @@ from starlette.types import Receive, Scope, Send
 
 from nanopage.distributed import ray_cluster
 from nanopage.server.app import create_routes
-from nanopage.server.errors import ApiError
-from nanopage.server.metrics import CONTENT_TYPE, Page
+from nanopage.server.errors import ApiError, internal_error
+from nanopage.server.metrics import CONTENT_TYPE, Page, merge
 from nanopage.server.middleware import AUDIO_PATHS
 from nanopage.server.relay import ENGINE_DEAD, ERROR, HEADERS, POSTS, TEXT_PATHS, Calls, Reply
 from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Settings
@@ -81,6 +81,8 @@ class Front:
         actor_options: CPUs and GPUs of a replica.
         seconds_to_stop: time for the running calls of a replica that is no longer needed.
     """
+
+    sockets_per_call = 1
 
     def __init__(
         self,
@@ -279,7 +281,7 @@ class Front:
                         raise ReplicaGoneError(f"{call.route.replica} cannot go on")
                     if reply.begun and not streams:
                         raise ApiError(503, "the replica that ran the request has died", code="replica_died")
-                    if streams and not reply.begun:
+                    if streams:
                         await reply.begin(*head)
                 elif not streams:
                     parts.append(item)
@@ -290,7 +292,7 @@ class Front:
                 else:
                     call.route.advance(await reply.send_events(item))
         if head is None or (streams and not reply.complete):
-            raise ApiError(500, "an error of the server: its log says more", code="internal_error")
+            raise internal_error()
         if not streams:
             await reply.send_whole(*head, b"".join(parts))
 
@@ -324,11 +326,8 @@ class Front:
             CounterMetricFamily("nanopage:replica_retries", "Calls run again by another replica.", self.num_retried),
             CounterMetricFamily("nanopage:replica_losses", "Calls lost with a replica.", self.num_lost),
         ]
-        engines: dict[str, Metric] = {}
+        pages: list[list[Metric]] = []
         if self.loaded and self._running():
-            response = self._handle.broadcast("metrics")
-            for result in await response.results_async(timeout_s=5, return_exceptions=True):
-                for family in result if isinstance(result, list) else ():
-                    if engines.setdefault(family.name, family) is not family:
-                        engines[family.name].samples += family.samples
-        return Page(self.state, [*found, *engines.values()]).text()
+            results = await self._handle.broadcast("metrics").results_async(timeout_s=5, return_exceptions=True)
+            pages = [result for result in results if isinstance(result, list)]
+        return Page(self.state, [*found, *merge(pages).values()]).text()

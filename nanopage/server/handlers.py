@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from nanopage.aio.async_llm import EngineDeadError
 from nanopage.outputs import EngineAsleepError
-from nanopage.server.errors import ApiError, from_http, from_validation
+from nanopage.server.errors import ApiError, from_http, from_validation, internal_error
 from nanopage.server.streaming import ClientGoneError
 
 
@@ -23,7 +23,7 @@ def add_handlers(app: FastAPI) -> None:
         EngineDeadError: lambda error: ApiError(503, str(error), code="engine_dead", retry_after=30),
         RequestValidationError: from_validation,
         HTTPException: from_http,
-        Exception: lambda _: ApiError(500, "an error of the server: its log says more", code="internal_error"),
+        Exception: lambda _: internal_error(),
     }
     for kind, make_error in errors.items():
         app.add_exception_handler(kind, partial(_reply, make_error))

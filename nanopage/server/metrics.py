@@ -1,5 +1,6 @@
 """/metrics: the metrics of engines and the server, in Prometheus' format, under vLLM's names where there are any."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -40,3 +41,19 @@ class Page(Collector):
         yield CounterMetricFamily(
             "nanopage:transcribed_seconds", "Seconds of sound that became text.", value=self.state.transcribed_seconds
         )
+
+
+def merge(pages: Iterable[Iterable[Metric]]) -> dict[str, Metric]:
+    """One family for each name, with the samples of all pages."""
+    found: dict[str, Metric] = {}
+    for family in itertools.chain.from_iterable(pages):
+        if found.setdefault(family.name, family) is not family:
+            found[family.name].samples += family.samples
+    return found
+
+
+def relabel(families: list[Metric], labels: dict[str, str]) -> list[Metric]:
+    """Give these labels to all samples."""
+    for family in families:
+        family.samples = [sample._replace(labels=sample.labels | labels) for sample in family.samples]
+    return families

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanopage.server.adapters import parse_modules
 from nanopage.weights import hub
-from nanopage.weights.inventory import CARRIED, full_id, stored_models
+from nanopage.weights.inventory import bytes_of_weights, stored_models
 
 logger = logging.getLogger("nanopage")
 
@@ -42,7 +42,7 @@ def add_models_options(parser: argparse.ArgumentParser) -> None:
         "--keep-alive",
         type=_duration,
         metavar="TIME",
-        help="unload a model that has been idle for so long, such as 30s, 5m or 1h; -1: never (default: 5m)",
+        help="unload a model that has been idle for this time, such as 30s, 5m or 1h; -1: never (default: 5m)",
     )
 
 
@@ -73,7 +73,7 @@ def named_models(args: argparse.Namespace) -> dict[str, str]:
             raise ValueError(f"--models-dir {args.models_dir}: there is a --model {name}={models[name]} as well")
         models[name] = path
     for path in models.values():
-        check_path(path)
+        hub.find(path)
     return models
 
 
@@ -94,19 +94,11 @@ def _models_in(directory: str) -> dict[str, str]:
         if not name.isprintable():
             raise ValueError(f"--models-dir {directory}: {entry.name!r} cannot be the name of a model")
         if name in models:
-            raise ValueError(f"--models-dir {directory}: {entry.name} and {Path(models[name]).name} have one name")
+            raise ValueError(f"--models-dir {directory}: {entry.name} and {Path(models[name]).name} have the same name")
         models[name] = str(entry.resolve())
     if not models:
         raise ValueError(f"--models-dir {directory}: there is no model in it")
     return models
-
-
-def check_path(path: str) -> None:
-    """Raises: FileNotFoundError for a model that is not here, and that cannot be fetched or converted either."""
-    place = Path(os.path.expanduser(path))
-    is_id = not place.exists() and not path.startswith(".") and place.suffix != ".gguf" and full_id(path) is not None
-    if not (is_id or path.lower() in map(str.lower, CARRIED) or (place / "model.bin").exists()):
-        hub.resolve(path)
 
 
 def weight_bytes(path: str) -> int:
@@ -115,8 +107,7 @@ def weight_bytes(path: str) -> int:
     if not place.exists():
         stored = (each for each in stored_models() if path.lower() in (each.id.lower(), each.name.lower()))
         place = next((each.directory for each in stored), place)
-    files = [place] if place.is_file() else [*place.glob("*.safetensors"), *place.glob("model.bin")]
-    return sum(file.stat().st_size for file in files if not file.name.startswith("consolidated"))  # the same again
+    return bytes_of_weights(place)
 
 
 def _size(text: str) -> int:

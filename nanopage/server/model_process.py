@@ -19,12 +19,12 @@ import psutil
 
 import nanopage
 from nanopage.files.json_log import JSON_LOG
-from nanopage.server.errors import ApiError
+from nanopage.server.errors import ApiError, internal_error
 from nanopage.server.relay import ENGINE_DEAD, ERROR, Reply
 
 logger = logging.getLogger("nanopage")
 
-LOOK_SECONDS = 0.1  # between looks whether the model is loaded
+LOOK_SECONDS = 0.1  # between checks whether the model is loaded
 HEALTH_SECONDS = 10.0  # between checks of a process that has calls, and for an answer
 SECONDS_TO_END = 10.0  # after SIGTERM
 MAX_LINE = 1 << 20  # bytes of a line of the log
@@ -34,10 +34,10 @@ OF_CONNECTIONS = (b"connection", b"keep-alive", b"transfer-encoding", b"date")
 
 @dataclass
 class Call:
-    """A call on its way to a process. target: the path with its query."""
+    """A call on its way to a process."""
 
     method: str
-    target: str
+    path: str
     headers: list[tuple[bytes, bytes]]
     body: bytes
 
@@ -159,13 +159,12 @@ class ModelProcess:
 
     async def forward(self, call: Call, reply: Reply) -> None:
         """Run a call. Raises: ApiError, also if the process ends before the reply does."""
-        request = self._client.build_request(call.method, call.target, headers=call.headers, content=call.body)
+        request = self._client.build_request(call.method, call.path, headers=call.headers, content=call.body)
         try:
             async with contextlib.aclosing(await self._client.send(request, stream=True)) as response:
                 headers = [item for item in response.headers.raw if item[0].lower() not in OF_CONNECTIONS]
                 if response.headers.get("content-type", "").startswith("text/event-stream"):
-                    if not reply.begun:
-                        await reply.begin(response.status_code, headers)
+                    await reply.begin(response.status_code, headers)
                     await self._send_events(response, reply)
                     return
                 body = await response.aread()
@@ -190,7 +189,7 @@ class ModelProcess:
             if ENGINE_DEAD in events and any(event.startswith(ERROR) for event in events.split(b"\n\n")):
                 self.kill()
         if not reply.complete:
-            raise ApiError(500, "an error of the server: its log says more", code="internal_error")
+            raise internal_error()
 
     def _tree(self) -> list[psutil.Process]:
         """The process and its workers, which are all in its session. Compiling processes have sessions of their own:
@@ -243,4 +242,4 @@ def error_of(status: int, body: bytes) -> ApiError:
         error = json.loads(body)["error"]
         code = error.get("code") or error.get("details", {}).get("error_code")
         return ApiError(status, error["message"], param=error.get("param"), code=code)
-    return ApiError(500, "an error of the server: its log says more", code="internal_error")
+    return internal_error()

@@ -31,14 +31,15 @@ from nanopage.server.app import create_routes, model_card
 from nanopage.server.audio import read_form
 from nanopage.server.errors import ApiError, json_response
 from nanopage.server.json_body import read_json
-from nanopage.server.metrics import CONTENT_TYPE, Page
+from nanopage.server.metrics import CONTENT_TYPE, Page, merge, relabel
 from nanopage.server.middleware import AUDIO_PATHS
-from nanopage.server.model_options import check_path, weight_bytes
+from nanopage.server.model_options import weight_bytes
 from nanopage.server.model_process import Call, ModelProcess, environment
 from nanopage.server.relay import HEADERS, POSTS, TEXT_PATHS, Calls, Reply
 from nanopage.server.residents import GIB, Resident, Residents
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import KEEP_ALIVE_SECONDS, PING
+from nanopage.weights import hub
 
 logger = logging.getLogger("nanopage")
 
@@ -100,8 +101,11 @@ class Models:
         keys: the keys of clients.
     """
 
+    sockets_per_call = 2  # the client's, and that of the model's process
+
     def __init__(self, state: ServerState, models: dict[str, str], options: dict[str, Any], keys: list[str]):
         self.state, self.options, self.key = state, options, keys[0] if keys else ""
+        state.takes_images = True  # each model's process has its own limit
         self.models = {name: Resident(name, path) for name, path in models.items()}
         self.routes, self.calls = create_routes(state), Calls(state)
         self.residents: Residents | None = None
@@ -135,7 +139,7 @@ class Models:
         logger.info(f"{len(self.models)} models may take {budget / GIB:.2f} GiB together")
 
     def begin_draining(self) -> None:
-        """Requests that wait for a model end; no other model is loaded."""
+        """End the requests that wait for a model, and load no more models."""
         if self.residents is not None:
             self.residents.drain()
 
@@ -155,7 +159,7 @@ class Models:
 
     def _make_process(self, model: Resident) -> ModelProcess:
         """The process of a model. Raises: FileNotFoundError."""
-        check_path(model.path)
+        hub.find(model.path)
         socket = f"{self._directory.name}/{next(self._numbers)}"
         names = {"model_tag": model.path, "served_model_name": [model.name], "uds": socket}
         options = self.options | IN_FRONT | names
@@ -257,13 +261,10 @@ class Models:
             found.append(family)
         budget = 0 if self.residents is None else self.residents.budget
         found.append(GaugeMetricFamily("nanopage:models_memory_bytes", "The most that all models may take.", budget))
-        engines: dict[str, Metric] = {}
         pages = await asyncio.gather(
             *(_engine_metrics(model.name, model.process) for model in models if model.process and model.is_loaded)
         )
-        for family in itertools.chain.from_iterable(pages):
-            if engines.setdefault(family.name, family) is not family:
-                engines[family.name].samples += family.samples
+        engines = merge(pages)
         if (heard := engines.pop(HEARD, None)) is not None:
             self.state.transcribed_seconds = sum(sample.value for sample in heard.samples)
         return Page(self.state, [*found, *engines.values()]).text()
@@ -301,8 +302,7 @@ async def _comment(reply: Reply) -> None:
     with contextlib.suppress(OSError):  # the connection has broken
         while True:
             await asyncio.sleep(KEEP_ALIVE_SECONDS)
-            if not reply.begun:
-                await reply.begin(200, STREAM)
+            await reply.begin(200, STREAM)
             await reply.direct({"type": "http.response.body", "body": silence, "more_body": True})
 
 
@@ -313,7 +313,4 @@ async def _engine_metrics(name: str, process: ModelProcess) -> list[Metric]:
     except httpx2.TransportError:  # the process has died
         return []
     found = [family for family in text_string_to_metric_families(text) if family.name.startswith(("vllm:", HEARD))]
-    for family in found:
-        named = {"model_name": name}
-        family.samples = [sample._replace(labels=sample.labels | named) for sample in family.samples]
-    return found
+    return relabel(found, {"model_name": name})

@@ -24,6 +24,8 @@ class OneEngine:
     Args: state: gets the engine. model: what to load. needs_key: whether requests need an API key.
     """
 
+    sockets_per_call = 1
+
     def __init__(self, state: ServerState, model: Model, needs_key: bool):
         self.state, self.model, self.needs_key = state, model, needs_key
         self._local: LocalSocket | None = None

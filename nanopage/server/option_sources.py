@@ -18,7 +18,7 @@ import yaml
 from nanopage.vllm.engine_args import nearest
 
 PREFIX = "NANOPAGE_"
-# What follows PREFIX in variables that are no option's: the engine's, and those of tests.
+# What follows PREFIX in variables of the engine and of tests, which belong to no option.
 OTHERS = re.compile("BENCH|COMPILE|HISTORY|LONG_TESTS|ALL_KERNELS|ATTACKS|CLIENTS|FUZZ_.*|SOAK.*")
 MAX_BYTES, MAX_DEPTH = 1 << 20, 16  # of a file
 FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import Receive, Send
 
-from nanopage.server.errors import ApiError
+from nanopage.server.errors import ApiError, internal_error
 from nanopage.server.middleware import AUDIO_PATHS
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import DONE, PING, encode_event, until_gone
@@ -45,9 +45,10 @@ class Reply:
     complete: bool = False
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Send the head."""
-        self.begun = True
-        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        """Send the head, unless the client has it."""
+        if not self.begun:
+            self.begun = True
+            await self.send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         """Send a reply that is no stream."""
@@ -134,4 +135,4 @@ class Calls:
             pass
         except Exception:  # the engine's process has logged its own as well
             logger.exception(f"{reply.path}: failed")
-            await reply.fail(ApiError(500, "an error of the server: its log says more", code="internal_error"))
+            await reply.fail(internal_error())

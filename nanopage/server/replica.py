@@ -21,6 +21,7 @@ import nanopage
 from nanopage.server.app import create_routes
 from nanopage.server.errors import ApiError
 from nanopage.server.in_process import http_scope
+from nanopage.server.metrics import relabel
 from nanopage.server.options import load_engine
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs
@@ -153,10 +154,7 @@ class Replica:
 
     async def metrics(self) -> list[Metric]:
         """The engine's metrics. The replica's number serves as the engine's number."""
-        found, engine = self.state.metrics(), {"engine": str(self.rank)}
-        for family in found:
-            family.samples = [sample._replace(labels=sample.labels | engine) for sample in family.samples]
-        return found
+        return relabel(self.state.metrics(), {"engine": str(self.rank)})
 
     async def sees_images(self) -> bool:
         return self.state.sees_images()

@@ -123,7 +123,7 @@ class Residents:
             if model.is_loaded:
                 self._rest(model)  # also if the client has just gone
             elif not model.num_waiting and model.process is None and model.task is not None:
-                model.task.cancel()  # it waits for memory, and nobody waits for it
+                model.task.cancel()  # no request wants it any more
         model.num_running += 1
         if model.timer is not None:
             model.timer.cancel()
@@ -167,7 +167,7 @@ class Residents:
             if self.draining:
                 raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=30)
             if model.error is not None and time.monotonic() < model.failed_at + FAILURE_SECONDS:
-                raise model.error.with_traceback(None)  # which would keep the bodies of all requests that it has ended
+                raise model.error.with_traceback(None)  # a traceback keeps the bodies of the failed requests in memory
             if model.task is None or model.task.done():
                 model.task = self._spawn(self._load(model))
             await asyncio.wait((model.task,))
@@ -179,7 +179,7 @@ class Residents:
         process = None
         try:
             async with self._turn:
-                if model.process is not None or not model.num_waiting:  # it could stay loaded, or nobody waits any more
+                if model.process is not None or not model.num_waiting:  # still loaded, or no longer wanted
                     return
                 made = self.make_process(model)
                 await self._make_room(model, made.num_bytes)
@@ -229,7 +229,7 @@ class Residents:
                 each.closing = False
 
     def _close_oldest(self, needed: int) -> None:
-        """Let enough busy models take no new requests, if they have been loaded long enough."""
+        """Close busy models to new requests, the first loaded first, until enough memory will become free."""
         left = self.num_used
         for each in sorted(self.models, key=lambda each: each.loaded_at):
             if each.process is None or not each.is_loaded or time.monotonic() < each.loaded_at + TURN_SECONDS:
@@ -287,14 +287,14 @@ class Residents:
             logger.info(f"{model.name}: unloaded ({why})")
             model.num_unloads += 1
             self._forget(model, process)
-        elif model.task is not None:  # it is being loaded, for nobody
+        elif model.task is not None:  # it is still loading, and no request wants it
             model.task.cancel()
             await asyncio.wait((model.task,))
         if (ending := self.processes.get(process)) is not None:
             await asyncio.wait((ending,))
 
     async def _watch(self, model: Resident, process: ModelProcess) -> None:
-        """Notice the end of a process that nobody has ended."""
+        """Unload a model whose process has ended by itself."""
         how = await process.watch(lambda: model.num_running > 0)
         if model.process is process:
             logger.warning(f"{model.name}: {how}")

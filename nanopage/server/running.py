@@ -14,12 +14,12 @@ from nanopage.audio import WHISPER
 from nanopage.server.connection import Connection
 from nanopage.server.listener import Listener, listen, raise_limit
 from nanopage.server.middleware import AUDIO_PATHS
-from nanopage.server.models import Models
 from nanopage.server.one_engine import OneEngine
 from nanopage.server.state import ServerState
 
 if TYPE_CHECKING:
     from nanopage.server.front import Front
+    from nanopage.server.models import Models
 
 logger = logging.getLogger("nanopage")
 
@@ -48,9 +48,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list | None = None) -> None:
         """Listen and load the model. Raises: ValueError for an address that cannot be used."""
         make_protocol = functools.partial(Connection, config=self.config, server_state=self.server_state, app_state={})
-        listening, limit = listen(self.config.host, self.config.port, self.config.uds), raise_limit()
-        if isinstance(self.engine, Models):
-            limit //= 2  # each call has a connection to its model's process, too
+        listening = listen(self.config.host, self.config.port, self.config.uds)
+        limit = raise_limit() // self.engine.sockets_per_call
         self.servers = [Listener(sock, make_protocol, self.config.ssl, limit) for sock in listening]  # type: ignore[misc]
         self._of_listeners = make_protocol, limit
         self.started = True

@@ -24,7 +24,6 @@ from nanopage.server.connection import Connection
 from nanopage.server.live_view import LiveView
 from nanopage.server.middleware import LOCAL_HOSTS, ORIGIN, share_with
 from nanopage.server.model_options import add_models_options, named_models
-from nanopage.server.models import Models
 from nanopage.server.one_engine import OneEngine
 from nanopage.server.option_sources import add_config_option, read_options, unknown_variables
 from nanopage.server.options import SECONDS_TO_CLOSE, Model, add_model_options, positive
@@ -35,6 +34,7 @@ from nanopage.weights import hub
 
 if TYPE_CHECKING:
     from nanopage.server.front import Front
+    from nanopage.server.models import Models
     from nanopage.server.tracing import Tracer
 
 logger = logging.getLogger("nanopage")
@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
 
     Args: args: the options, as the parser gives them.
     """
-    options = dict(vars(args))
     keys = [key.strip() for key in args.api_key or ()]
     if not all(keys):
         raise ValueError("--api-key is empty")
@@ -84,19 +83,17 @@ def run(args: argparse.Namespace) -> int:
     models = named_models(args)
     args.model = None if models or not args.model else args.model[-1]
     model = Model(args)
-    settings = (
-        model.settings
-        | {
-            "max_queue": args.max_queue,
-            "max_queue_tokens": args.max_queue_tokens,
-            "stall_seconds": args.stall_timeout,
-            "strict_fields": args.strict_fields,
-            "salt_per_key": args.salt_per_key,
-            "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
-            "allow_sleep": args.allow_sleep,
-        }
-        | ({"model_names": [*models]} if models else {})
-    )
+    settings = model.settings | {
+        "max_queue": args.max_queue,
+        "max_queue_tokens": args.max_queue_tokens,
+        "stall_seconds": args.stall_timeout,
+        "strict_fields": args.strict_fields,
+        "salt_per_key": args.salt_per_key,
+        "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
+        "allow_sleep": args.allow_sleep,
+    }
+    if models:
+        settings["model_names"] = [*models]
     tracer = _tracer(args.otlp_traces_endpoint)
     no_view = SEVERAL if models else why_no_view(args, bool(keys))
     state = ServerState(**settings, tracer=tracer, view=None if no_view else LiveView(), no_view=no_view)
@@ -105,9 +102,8 @@ def run(args: argparse.Namespace) -> int:
         lose_output()
     engine: OneEngine | Front | Models
     if models:
-        engine = Models(state, models, options, keys)
+        engine = _models(args, state, models, keys)
         app = guard(engine.routes, state, keys, hosts, args.public_metrics, args.root_path, app=engine)
-        app.images = lambda: True  # each model's process has its own limit
     elif args.replicas is None:
         engine, app = (
             OneEngine(state, model, bool(keys)),
@@ -316,6 +312,12 @@ def why_no_view(args: argparse.Namespace, has_keys: bool) -> str:
     if has_keys:
         return "the server has a key: start it with --view, and the live view needs the key, too"
     return "the server was started with --insecure: start it with --view as well" if args.insecure else ""
+
+
+def _models(args: argparse.Namespace, state: ServerState, models: dict[str, str], keys: list[str]) -> "Models":
+    from nanopage.server.models import Models  # not needed in front of a single model
+
+    return Models(state, models, vars(args), keys)
 
 
 def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_args: EngineArgs) -> "Front":

@@ -38,7 +38,7 @@ class ServerState:
         view: the live view, if it is served.
         no_view: why the live view is not served.
         llm: None while the model loads.
-        takes_images: whether the replicas of a front see images.
+        takes_images: whether bodies may have images, for a server whose engines are in other processes.
         adapters: the LoRA adapters that clients may name as models.
         error: why the model could not be loaded.
     """

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanopage.aio.async_llm import EngineDeadError
-from nanopage.server.errors import ApiError
+from nanopage.server.errors import ApiError, internal_error
 
 logger = logging.getLogger("nanopage")
 
@@ -121,7 +121,7 @@ class EventStream(Response):
                 error = ApiError(503, str(error), code="engine_dead")
             elif not isinstance(error, ApiError):
                 logger.exception("a stream failed")
-                error = ApiError(500, "an error of the server: its log says more", code="internal_error")
+                error = internal_error()
             yield encode_event(self.failed(error))
 
     async def _keep_alive(self, send: Send) -> None:

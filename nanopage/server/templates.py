@@ -1,5 +1,6 @@
 """Conversations as clients send them, through the model's chat template."""
 
+import functools
 import re
 from typing import Any
 
@@ -72,9 +73,7 @@ def template_kwargs(
     not read: clients send them to every model. Raises: ApiError for a variable that a client may not set."""
     tokenizer = llm.engine.tokenizer
     template = "" if tokenizer is None else tokenizer.template_for(bool(body.tools)) or ""
-    words = {*re.findall(r"\w+", template)}
-    reads = re.search(r"\bthinking\s+is\b" if re.search(OWN, template) else THINKING, template)
-    switch = "thinking" if reads and "enable_thinking" not in words else "enable_thinking"
+    words, switch = _scan(template)
     given: dict[str, tuple[str, Any]] = {"enable_thinking": (switch, body.enable_thinking)}
     given |= {
         f"reasoning.{name[:100]}": ("reasoning_effort" if name == "effort" else "", value)
@@ -113,3 +112,11 @@ def _plain_message(message: dict[str, Any], has_developer: bool) -> dict[str, An
     if message.get("role") == "developer" and not has_developer:
         message["role"] = "system"
     return message
+
+
+@functools.lru_cache(16)
+def _scan(template: str) -> tuple[frozenset[str], str]:
+    """The words of a template, and its variable that switches thinking."""
+    words = frozenset(re.findall(r"\w+", template))
+    reads = re.search(r"\bthinking\s+is\b" if re.search(OWN, template) else THINKING, template)
+    return words, "thinking" if reads and "enable_thinking" not in words else "enable_thinking"

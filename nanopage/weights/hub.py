@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 
 from nanopage.files.model_files import check_file, exists, read_json, shown
 from nanopage.files.private_files import check_private, private_cache
-from nanopage.weights.inventory import CARRIED, full_id
+from nanopage.weights.inventory import CARRIED, carried_name, full_id
 
 logger = logging.getLogger("nanopage")
 
@@ -69,6 +69,14 @@ def resolve(model: str | None) -> Path:
     """
     if model is None:
         return default_model()
+    found = find(model)
+    if isinstance(found, Carried):
+        return make_carried(found)
+    return _from_hub(found) if isinstance(found, str) else found
+
+
+def find(model: str) -> "Path | Carried | str":
+    """What a name means, by what is here: a path, a model to convert, or a hub id. Raises: FileNotFoundError."""
     try:
         path = Path(model).expanduser()
     except RuntimeError as error:  # "~somebody" who does not exist
@@ -78,21 +86,21 @@ def resolve(model: str | None) -> Path:
             found = next(iter(sorted(path.glob("*.gguf"))), None)
             instead = "" if found is None else f"; give the file {found.name} in it"
             raise FileNotFoundError(f"{path} has no config.json: not a model directory in Hugging Face layout{instead}")
-        return make_carried(in_ctranslate2(path)) if exists(path / "model.bin") else path
+        return in_ctranslate2(path) if exists(path / "model.bin") else path
     if path.suffix == ".gguf" and path.is_file():
         return path
     if path.exists():
         raise FileNotFoundError(f"{path} is neither a model directory nor a .gguf file")
     for carried in (SMOLLM, WHISPER):
         if model.lower() == carried.name.lower():
-            return make_carried(carried)
+            return carried
     hub_id = None if path.suffix == ".gguf" or model.startswith(".") else full_id(model)
     if hub_id is None:
         raise FileNotFoundError(
             f"no model at {model!r}: give a directory, a .gguf file, a hub id 'owner/name', {SMOLLM.name}, "
             f"{WHISPER.name}, or a name that `nanopage models` shows"
         )
-    return _from_hub(hub_id)
+    return hub_id
 
 
 def name_of(model: str | None) -> str:
@@ -101,7 +109,7 @@ def name_of(model: str | None) -> str:
         return DEFAULT_MODEL
     if (path := Path(os.path.expanduser(model))).exists():
         return path.resolve().name
-    return next((name for name in (SMOLLM.name, WHISPER.name) if model.lower() == name.lower()), model)
+    return carried_name(model) or model
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Description:
 
 def describe(directory: Path) -> Description:
     """Describe a model by its files. What is wrong with them is in `problem`."""
-    from nanopage.reading.config import config_from_directory  # both take longer to import than a name to look up
+    from nanopage.reading.config import config_from_directory  # importing either takes longer than looking up a name
     from nanopage.text.tokenizer import read_tokenizer_config
 
     architecture = None
@@ -101,15 +101,25 @@ def full_id(name: str) -> str | None:
     return found[0] if found else None
 
 
+def bytes_of_weights(path: Path) -> int:
+    """Bytes of a model's files of weights."""
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("model.bin")]
+    return sum(file.stat().st_size for file in files if not file.name.startswith("consolidated"))  # the same again
+
+
+def carried_name(model: str) -> str | None:
+    """The name in CARRIED that `model` is, in any case; None if it is none of them."""
+    return next((name for name in CARRIED if name.lower() == model.lower()), None)
+
+
 def identity(model: str | None) -> str:
-    """What tells the model that `--model` names from all others: a path, a hub id, or the name of a model in CARRIED.
-    Asks no hub. Raises: as `full_id`."""
+    """An identifier of the model that `--model` names: a path, a hub id, or the name of a model in CARRIED. Does not
+    access the hub. Raises: as `full_id`."""
     if model is None:
         return CARRIED[0]
     if (path := Path(os.path.expanduser(model))).exists():
         return str(path.resolve())
-    carried = [name for name in CARRIED if name.casefold() == model.casefold()]
-    return carried[0] if carried else full_id(model) or model
+    return carried_name(model) or full_id(model) or model
 
 
 def hub_models() -> dict[str, Path]:

@@ -66,6 +66,10 @@ class Browser:
         self.wait_for(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
         self.evaluate("sessionStorage.clear()")
         self.problems.clear()
+        self.reload()
+
+    def reload(self) -> None:
+        """Load the page again, in the same session."""
         self.call("Page.reload")
         self.wait_for("document.readyState === 'complete' && typeof connect === 'function'")
 

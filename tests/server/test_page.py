@@ -254,8 +254,8 @@ def test_a_reload_keeps_the_conversation_and_the_question_without_an_answer(page
     answered(page)
     send(page, "two")
     page.wait_for("log.lastChild.innerText === 'half'")
-    page.call("Page.reload")
-    page.wait_for("document.readyState === 'complete' && typeof connect === 'function' && model !== undefined")
+    page.reload()
+    page.wait_for("model !== undefined")
     assert page.evaluate("[...log.children].map((node) => node.innerText)") == ["one", "first answer\n\nCopy\nRetry"]
     assert page.evaluate("[log.querySelectorAll('strong').length, input.value]") == [1, "two"]
     fake(page, events("second"))
@@ -264,8 +264,8 @@ def test_a_reload_keeps_the_conversation_and_the_question_without_an_answer(page
     turns = [("user", "one"), ("assistant", "**first** answer"), ("user", "two")]
     assert page.evaluate("asked[0].messages") == [{"role": role, "content": content} for role, content in turns]
     page.evaluate("$('new').click()")
-    page.call("Page.reload")
-    page.wait_for("document.readyState === 'complete' && typeof connect === 'function' && model !== undefined")
+    page.reload()
+    page.wait_for("model !== undefined")
     assert page.evaluate("[messages.length, log.children.length, input.value]") == [0, 0, ""]
 
 

@@ -86,7 +86,6 @@ async def several(root, names="abc", room=2, keep_alive=-1.0, keys=(), measures=
     await asyncio.to_thread(front.load, asyncio.get_running_loop())
     front.residents.measures = measures
     app = guard(front.routes, shared, [*keys], ["localhost"], False, "", app=front)
-    app.images = lambda: True
     try:
         yield Served(root, app, front)
     finally:
