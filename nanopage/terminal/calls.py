@@ -1,4 +1,4 @@
-"""Calls of a server's HTTP API. Whatever goes wrong with a connection is a ServerError of one line.
+"""Calls of a server's HTTP API. Every failure of a connection raises a ServerError with a one-line message.
 
 This is the standard library's client, since others take longer to import than a server takes to answer. Each call has a
 connection of its own, which another thread can close. Proxies are not used.
@@ -17,7 +17,7 @@ from typing import Any
 from nanopage.files import local_servers
 
 CONNECT_SECONDS = 10.0
-SILENCE_SECONDS = 600.0  # in which a server sends nothing, after which it counts as gone
+SILENCE_SECONDS = 600.0  # a server that sends nothing for this long counts as gone
 MAX_BYTES = 16 << 20  # of a reply that is no stream, and of a line of a stream
 MAX_MESSAGE = 500  # characters of a server's error
 
@@ -112,7 +112,7 @@ class Call:
     def json(self) -> Any:
         """The reply. Raises: ServerError."""
         with self._errors():
-            return json.loads(self._begin().read(MAX_BYTES + 1)[:MAX_BYTES])
+            return json.loads(self._begin().read(MAX_BYTES))
 
     def succeeds(self) -> bool:
         """Whether the reply begins, and is no error."""
@@ -187,7 +187,7 @@ class Call:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Make a ServerError of what can go wrong."""
+        """Turn any failure into a ServerError."""
         where = self.server.where
         try:
             yield

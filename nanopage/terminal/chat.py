@@ -113,8 +113,8 @@ def make_load(
     key: str | None,
     attach: bool,
 ) -> "Load":
-    """What gets the model, as the options say. Raises: ValueError, TypeError for options that are wrong whatever the
-    model is."""
+    """The loader that the options ask for. Raises: ValueError, TypeError for options that are wrong whatever the model
+    is."""
     from nanopage import EngineConfig, SamplingParams
     from nanopage.terminal.calls import Server
     from nanopage.terminal.loading import FromHere, FromServer
@@ -166,14 +166,14 @@ def converse(
 
         toolbox = Toolbox(tools, input)
     with unechoed():
-        loaded = load(model)
+        loaded, name, params = load(model)
 
         from nanopage.terminal.commands import WITH_ALIASES
         from nanopage.terminal.conversation import Conversation
         from nanopage.terminal.session import Session
 
-        session, capacity = Session(loaded[2], system, model=loaded[1]), loaded[0].capacity
-        conversation = Conversation(loaded[0], session, WITH_ALIASES, raw, plain, verbose, kept, model, load, toolbox)
+        session, capacity = Session(params, system, model=name), loaded.capacity
+        conversation = Conversation(loaded, session, WITH_ALIASES, raw, plain, verbose, kept, model, load, toolbox)
         del loaded  # /model frees it
         say(f"{conversation.describe_model()}. /help lists commands, Ctrl-D leaves.")
         if capacity is not None:

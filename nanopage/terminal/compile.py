@@ -47,9 +47,8 @@ def compile_layers(
         if worker.compiled is None:
             raise ValueError(f"nothing to compile: steps run {worker.way}")
         if worker.compiled.layers is not None:
-            word = (
-                "compiled" if switches["batch_invariant"] else "already compiled"
-            )  # such an engine compiles when built
+            # An engine with batch_invariant compiles when it is built.
+            word = "compiled" if switches["batch_invariant"] else "already compiled"
             say(f"{word}: {worker.compiled.directory}")
             return 0
         columns = (TextColumn("Compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

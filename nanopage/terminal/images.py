@@ -67,19 +67,15 @@ class Images:
         put = []
         for message in messages:
             if own := message.get("images"):
-                content = parts_of(message["content"], [self._read[kept["sha256"]] for kept in own])
-                message = {"role": message["role"], "content": content}
+                parts: list[dict] = [{"type": "image", "image": self._read[kept["sha256"]]} for kept in own]
+                parts.append({"type": "text", "text": message["content"]})
+                message = {"role": message["role"], "content": parts}
             put.append(message)
         return put
 
     def describe(self, kept: dict[str, str]) -> str:
         width, height = self._read[kept["sha256"]].pixels.size
         return f"{Path(kept['path']).name} ({width} x {height} pixels)"
-
-
-def parts_of(text: str, images: list[ReadImage]) -> list[dict]:
-    """The content of a message with images."""
-    return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}]
 
 
 def images_of(messages: list[dict]) -> list[dict[str, str]]:
@@ -99,7 +95,7 @@ def check_sight(sees: bool | None, name: str) -> None:
 
 
 def check_images(images: object, name: str) -> None:
-    """Raises: TypeError, ValueError for what is not the images of a message of a session file."""
+    """Check the images of a message in a session file. Raises: TypeError, ValueError."""
     if not isinstance(images, list) or not images:
         raise TypeError(f"{name} must be a list of images")
     for image in images:

@@ -31,7 +31,7 @@ class Load(Protocol):
     """Gets a model by the argument of --model or /model."""
 
     def check(self, model: str | None, sight: bool) -> None:
-        """Raises: ValueError, OSError if the model cannot be had.
+        """Raises: ValueError, OSError if the model is not available.
 
         Args: sight: whether the conversation has images.
         """
@@ -59,7 +59,8 @@ class FromServer:
 
 @dataclass
 class FromHere:
-    """Models of this machine: in a nanopage server of the same user, if one has just this model, else in this process.
+    """Models on this machine: from a nanopage server of this user if one has exactly this model, otherwise in this
+    process.
 
     Args:
         options: of an engine in this process, by name.
@@ -93,9 +94,10 @@ class FromHere:
         if self.key is not None:
             raise ValueError("--api-key is for a server, and no nanopage server of yours here has this model")
         from nanopage.weights import hub
+        from nanopage.weights.inventory import bytes_of_weights
 
         path, name = hub.resolve(model), hub.name_of(model)
-        loading = f"Loading {name}: {weights_gb(path):.1f} GB of weights"
+        loading = f"Loading {name}: {bytes_of_weights(path) / 1e9:.1f} GB of weights"
         with spinner(loading) as update:
             from nanopage.terminal.local import load_model  # takes seconds
 
@@ -159,8 +161,3 @@ class FromHere:
             if fingerprint(Path(entry.path)) == entry.files:
                 return "it needs --api-key" if entry.needs_key and self.key is None else ""
         return "the model's files have changed since it read them"
-
-
-def weights_gb(path: Path) -> float:
-    files = path.glob("*.safetensors") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files) / 1e9

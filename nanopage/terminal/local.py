@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from nanopage import LLM
 from nanopage.device import resolve_device
-from nanopage.grammar.tool_formats import ToolFormat, find_format
+from nanopage.grammar.tool_formats import find_format
 from nanopage.grammar.tool_pieces import Content
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.inputs import Prompt
@@ -24,7 +24,8 @@ from nanopage.text.reasoning import THINK, knows_reasoning, last_mark
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.text.tool_prompt import render_chat
 from nanopage.view.explain import explain
-from nanopage.view.frames import Frames, Picture
+from nanopage.view.frames import Frames
+from nanopage.view.picture import Picture
 from nanopage.weights import loader
 
 CHUNK = 256  # tokens of a prompt that a CPU reads between two checks for Ctrl-C
@@ -104,14 +105,13 @@ class LocalStream:
     def __init__(self, llm: LLM, request: Request, prompt: dict[str, Any], interrupt: Interrupt):
         self._llm, self._interrupt, self._num_tokens = llm, interrupt, count_tokens(llm, prompt)
         self._output: RequestOutput | None = None
-        self._format: ToolFormat | None = None
         self._reader: ReplyReader | None = None
         params, tokenizer = request.params, llm.get_tokenizer()
         template = tokenizer.template_for(bool(request.tools))
         if request.tools and request.reads_calls:
-            self._format = find_format(template or "")
+            tool_format = find_format(template or "")
             # Thoughts are content: the printer shows them in its own way.
-            self._reader = ReplyReader(self._format, [tool["function"]["name"] for tool in request.tools])
+            self._reader = ReplyReader(tool_format, [tool["function"]["name"] for tool in request.tools])
             params = dataclasses.replace(params, skip_special_tokens=False)  # they may be marks of calls
         ids = prompt["prompt_token_ids"]
         asked = ids[: len(ids) - len(request.begun_ids)]
@@ -141,8 +141,9 @@ class LocalStream:
             prefill_rate = (len(prompt) - output.num_cached_tokens) / prefill_seconds if prefill_seconds else None
             decode_seconds = times[-1] - times[0]
             decode_rate = (len(completion.token_ids) - 1) / decode_seconds if decode_seconds else None
-        is_whole = reader is not None and completion.finish_reason == "stop"
-        calls = reader.whole.calls if reader is not None and is_whole else []
+        calls = []
+        if reader is not None and reader.format is not None and completion.finish_reason == "stop":
+            calls = [(reader.format.make_id(), call) for call in reader.whole.calls]
         return Reply(
             completion.text,
             completion.finish_reason or "",
@@ -155,7 +156,7 @@ class LocalStream:
             output.error,
             token_ids=prompt + completion.token_ids,
             content=reader.whole.content if reader is not None else "",
-            calls=[(self._format.make_id(), call) for call in calls] if self._format is not None else [],
+            calls=calls,
         )
 
     def _shown(self, completion: CompletionOutput) -> str:

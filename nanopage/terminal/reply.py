@@ -16,7 +16,7 @@ from nanopage.terminal.text import printable
 if TYPE_CHECKING:
     from nanopage.grammar.tool_pieces import ToolCall
     from nanopage.step import Capacity
-    from nanopage.view.frames import Picture
+    from nanopage.view.picture import Picture
 
 COLUMNS = 80  # the footer's greatest width
 SPINNER_DELAY = 0.2  # seconds
@@ -114,7 +114,7 @@ class Stream(Protocol):
         """End the request."""
 
     def reply(self) -> Reply | None:
-        """What has come; None if nothing has. An empty `finish_reason` means that there would have been more."""
+        """The reply so far; None if nothing has come. An empty `finish_reason` means that it was not finished."""
 
 
 class Model(Protocol):

@@ -15,11 +15,10 @@ from pathlib import Path
 import pexpect
 import psutil
 import pytest
-from helpers import tiny_model
+from helpers import run_chat, tiny_model
 from programs import forked
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-import chat as chat_program
 import nanopage.device
 from nanopage import LLM, SamplingParams
 from nanopage.terminal.chat import about_default
@@ -45,13 +44,7 @@ def model(tmp_path_factory):
 
 def chat(model, *arguments, stdin: str | bytes = "") -> Result:
     """Run chat.py's command line in this process, where no stream is a terminal."""
-    logger = logging.getLogger("nanopage")
-    handlers = logger.handlers
-    try:
-        command = ["--model", str(model), "--eager", *arguments]
-        return CliRunner().invoke(chat_program.app, command, input=stdin, catch_exceptions=False)
-    finally:
-        logger.handlers = handlers
+    return run_chat("--model", model, "--eager", *arguments, stdin=stdin)
 
 
 def chat_in_a_process(model, *arguments, stdin: str = "") -> subprocess.CompletedProcess:

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import logging
 import os
 import signal
 import socket
@@ -15,12 +14,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from helpers import run_chat as chat
 from helpers import tiny_model
 from seeing import file_of, idefics_model, picture
 from server_process import serving
-from typer.testing import CliRunner, Result
 
-import chat as chat_program
 from nanopage.files.local_servers import local_servers, new_file, publish, socket_of
 from nanopage.terminal.calls import Server
 from nanopage.terminal.commands import WITH_ALIASES
@@ -103,16 +101,6 @@ def server():
     yield server
     server.shutdown()
     server.server_close()
-
-
-def chat(*arguments, stdin: str = "") -> Result:
-    """Run chat.py's command line in this process, where no stream is a terminal."""
-    logger = logging.getLogger("nanopage")
-    handlers = logger.handlers
-    try:
-        return CliRunner().invoke(chat_program.app, [*map(str, arguments)], input=stdin, catch_exceptions=False)
-    finally:
-        logger.handlers = handlers
 
 
 def talk(load, model=None, **options) -> Conversation:

@@ -1,13 +1,11 @@
 """Images in conversations at the terminal, and with a single question."""
 
 import json
-import logging
 
 import pytest
+from helpers import run_chat
 from seeing import file_of, idefics_model, picture
-from typer.testing import CliRunner
 
-import chat as chat_program
 from nanopage import LLM, SamplingParams
 from nanopage.terminal.commands import WITH_ALIASES
 from nanopage.terminal.conversation import Conversation
@@ -132,13 +130,7 @@ def test_a_saved_conversation_keeps_paths_and_notices_other_files(llm, model, fi
 
 def test_one_question_about_images(directory, llm, model, files, tmp_path):
     def ask(path, *arguments):
-        logger = logging.getLogger("nanopage")
-        handlers = logger.handlers
-        try:
-            command = ["--model", str(path), "--eager", "--dtype", "float32", "--max-tokens", "6", *map(str, arguments)]
-            return CliRunner().invoke(chat_program.app, command, catch_exceptions=False)
-        finally:
-            logger.handlers = handlers
+        return run_chat("--model", path, "--eager", "--dtype", "float32", "--max-tokens", 6, *arguments)
 
     done = ask(directory, "--json", "--temperature", 0, *(f"--image={file}" for file in files), "What", "is", "this?")
     assert done.exit_code == 0, done.stderr
