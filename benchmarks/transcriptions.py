@@ -7,7 +7,7 @@
 
 whisper_cpp.py says how whisper.cpp is installed. An engine that is not installed is named and left out. All run the
 same file, a Whisper in CTranslate2's format; whisper.cpp gets it in its own format. Next to a sound, a .txt file may
-have what is said in it. All search greedily, with timestamps, with the text before as context, and with higher
+have what is said in it. All search greedily, with timestamps, without the text before as context, and with higher
 temperatures where a text is poor. nanopage runs all sounds together. faster-whisper and whisper.cpp run them one after
 the other with all threads, or two at a time with half of them: the faster way counts. transformers runs them one after
 the other, in float32 alone. Each engine has a process of its own. Times are medians, after one sound to warm up. The
@@ -102,14 +102,14 @@ def run_nanopage(work: Work) -> dict:
     tokens, loop = read_speech_tokens(llm.engine), asyncio.new_event_loop()
 
     async def one(file: str, whole: bool = True) -> str:
-        job = Transcription(llm, tokens, Sound(Path(file)), Options("en", uses_context=True))
+        job = Transcription(llm, tokens, Sound(Path(file)), Options("en"))
         async for segments in job.run():
             if segments and not whole:
                 break
         return job.text
 
     async def greedy(file: str) -> list[list[int]]:
-        job = Transcription(llm, tokens, Sound(Path(file)), Options("en", uses_context=True))
+        job = Transcription(llm, tokens, Sound(Path(file)), Options("en"))
         samples = job.sound.window(0)
         spoken = [tokens.languages["en"], tokens.tasks["transcribe"]] if tokens.languages else []
         prompt = {"prompt_token_ids": [tokens.start, *spoken, tokens.begin - 1]}
@@ -174,7 +174,7 @@ def run_transformers(work: Work) -> dict:
         said = generate(
             read_whole(file),
             return_timestamps=True,
-            condition_on_prev_tokens=True,
+            condition_on_prev_tokens=False,
             temperature=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
             compression_ratio_threshold=1.35,  # transformers' own, of tokens
             logprob_threshold=-1.0,
@@ -205,7 +205,7 @@ def run_faster_whisper(work: Work) -> dict:
         return WhisperModel(work.model, device="cpu", compute_type=work.dtype, **sizes)
 
     def segments(model: WhisperModel, file: str) -> Any:
-        return model.transcribe(file, beam_size=1, best_of=1)[0]
+        return model.transcribe(file, beam_size=1, best_of=1, condition_on_previous_text=False)[0]
 
     def one(model: WhisperModel, file: str) -> str:
         return "".join(segment.text for segment in segments(model, file))
