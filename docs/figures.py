@@ -257,7 +257,7 @@ def overlapping() -> Picture:
 def accepted_drafts() -> Picture:
     """Chapter 7: which tokens of an answer were guessed."""
     tokenizer, prompt, answer = drafts.tokens()
-    taken = drafts.steps(prompt, answer, 4)
+    taken = drafts.steps(prompt, answer, drafts.lookup(4))
     guessed: list[bool] = []
     for _, accepted in taken:
         guessed += [True] * accepted + [False]

@@ -74,6 +74,13 @@ def test_a_command_prints_what_its_chapter_shows(command, shown, capsys, monkeyp
         del lines[: starts[0] + len(wanted)]
 
 
+def test_a_contest_says_what_it_lacks(monkeypatch, course_path):
+    for arguments, message in (([], r"exercises/eviction\.py is not solved yet"), (["x"], "takes no arguments")):
+        monkeypatch.setattr(sys, "argv", ["contest_eviction.py", *arguments])
+        with pytest.raises(SystemExit, match=message):
+            runpy.run_path(str(COURSE / "experiments" / "contest_eviction.py"), run_name="__main__")
+
+
 def test_every_chapter_has_a_figure_an_experiment_an_exercise_and_what_to_read_next():
     assert len(CHAPTERS) == 8
     links = (COURSE / "README.md").read_text()
@@ -99,7 +106,7 @@ def test_every_chapter_has_a_figure_an_experiment_an_exercise_and_what_to_read_n
         }
     )
     assert figures == {file.stem for file in (COURSE / "figures").iterdir()}
-    assert experiments == {file.stem for file in (COURSE / "experiments").glob("*.py")} - {"dry"}
+    assert experiments == {file.stem for file in (COURSE / "experiments").glob("*.py")} - {"dry", "contest"}
 
 
 def test_an_experiment_finds_benchmarks_which_are_not_installed():

@@ -5,6 +5,8 @@ python docs/course/experiments/drafts.py
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -29,17 +31,25 @@ ANSWER = """def mean(values):
     return result / len(values)
 """
 
+Source = Callable[[list[int]], list[int]]
+"""Guesses what follows the known tokens of a sequence."""
 
-def steps(prompt: list[int], answer: list[int], num_tokens: int) -> list[tuple[int, int]]:
+
+def lookup(most: int) -> Source:
+    """nanopage's guesses from the sequence's own tokens, up to `most`."""
+    index = NgramIndex(longest=4, shortest=2)
+    return lambda known: index.draft(known, most)[0]
+
+
+def steps(prompt: list[int], answer: list[int], source: Source) -> list[tuple[int, int]]:
     """(tokens of the draft, accepted ones) of each step, if the model answers with `answer`.
 
     A step samples the token after the last known one, and one after each token of the draft. Those up to the first that
     differs from the draft are kept, and so is the first that differs.
     """
-    index, known, result = NgramIndex(longest=4, shortest=2), list(prompt), []
+    known, result = list(prompt), []
     while (done := len(known) - len(prompt)) < len(answer):
-        draft = index.draft(known, num_tokens)[0] if num_tokens else []
-        rest, accepted = answer[done:], 0
+        draft, rest, accepted = source(known), answer[done:], 0
         while accepted < min(len(draft), len(rest) - 1) and draft[accepted] == rest[accepted]:
             accepted += 1
         known += rest[: accepted + 1]
@@ -47,16 +57,19 @@ def steps(prompt: list[int], answer: list[int], num_tokens: int) -> list[tuple[i
     return result
 
 
+@cache
 def costs() -> Costs:
     file = Path(__file__).parents[3] / "benchmarks" / "results" / "cpu-costs.json"
     return Costs(json.loads(file.read_text())["costs"]["seconds"])
 
 
-def seconds(costs: Costs, num_drafted: int, context: int = 100) -> float:
-    """A step of one sequence with a draft."""
-    count = 1 + num_drafted
-    samples = list(range(count))
-    return costs.of(Batch(rows=[0], starts=[context], counts=[count], sampled_from=samples, sampled_rows=[0] * count))
+def seconds(costs: Costs, num_drafted: int, num_seqs: int = 1, context: int = 100) -> float:
+    """A step in which each sequence has a draft of so many tokens."""
+    rows, count = list(range(num_seqs)), 1 + num_drafted
+    samples = [row for row in rows for _ in range(count)]
+    batch = Batch(rows=rows, starts=[context] * num_seqs, counts=[count] * num_seqs, sampled_rows=samples)
+    batch.sampled_from = list(range(len(samples)))
+    return costs.of(batch)
 
 
 def tokens() -> tuple[Tokenizer, list[int], list[int]]:
@@ -76,7 +89,7 @@ def main() -> None:
     print(f"an answer of {len(answer)} tokens\n")
     print("draft   steps   tokens/step   accepted   time of a full step   speed")
     for most in (0, 1, 2, 4, 8, 16):
-        taken = steps(prompt, answer, most)
+        taken = steps(prompt, answer, lookup(most))
         drafted, accepted = (sum(column) for column in zip(*taken, strict=True))
         time = sum(seconds(measured, length) for length, _ in taken)
         share = f"{100 * accepted / drafted:.0f} %" if drafted else "-"
@@ -86,7 +99,7 @@ def main() -> None:
         )
     print("\nwith drafts of 4 tokens, a line for each step; accepted tokens are in brackets:")
     done = 0
-    for _, accepted in steps(prompt, answer, 4):
+    for _, accepted in steps(prompt, answer, lookup(4)):
         guessed = visible(tokenizer.decode(answer[done : done + accepted]))
         sampled = visible(tokenizer.decode(answer[done + accepted : done + accepted + 1]))
         print(f"  [{guessed}]{sampled}" if guessed else f"  {sampled}")

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from benchmarks.costs import read_costs
 from benchmarks.simulate import DEFAULT_COSTS
 from benchmarks.simulator import Configuration, Setup, outcome_of, run_replicas
-from benchmarks.traces import read_trace
+from benchmarks.traces import Trace, read_trace
 from nanopage.server.routing import POLICIES, Router
 
 SPEED = 8  # times as fast as the trace
@@ -29,9 +29,13 @@ def setup() -> Setup:
     return Setup(read_costs(DEFAULT_COSTS), num_blocks=1500)
 
 
-def run(policy: str, num_replicas: int, router: Router | None = None) -> Figures:
-    """Args: router: instead of one with this policy."""
-    trace = read_trace(Path(__file__).parents[3] / "benchmarks" / "made_up_trace.jsonl", speed=SPEED)
+def conversations() -> Trace:
+    return read_trace(Path(__file__).parents[3] / "benchmarks" / "made_up_trace.jsonl", speed=SPEED)
+
+
+def run(policy: str, num_replicas: int, router: Router | None = None, trace: Trace | None = None) -> Figures:
+    """Args: router: instead of one with this policy. trace: instead of `conversations`."""
+    trace = trace or conversations()
     outcome = outcome_of(trace, run_replicas(trace, Configuration(setup(), num_replicas, policy), router=router))
     return Figures(float(outcome.ttft.mean()), float(outcome.cached.sum() / outcome.input_len.sum()))
 
