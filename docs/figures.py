@@ -9,6 +9,7 @@ files. docs/chat.svg is made by benchmarks/chat_session.py, and pictures of meas
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -18,8 +19,12 @@ sys.path.insert(0, str(Path(__file__).parent / "course" / "experiments"))
 
 import batching
 import drafts
+import experts
+import kept
 import kernel
+import masks
 import overlap
+import pictures
 import pool
 import prefixes
 import routers
@@ -298,6 +303,74 @@ def routing() -> Picture:
     return picture
 
 
+def bars(picture: Picture, x: float, y: float, rows: dict[str, tuple[float, str]], color: str) -> None:
+    """A horizontal bar of 20 pixels for each row, from x on: name -> (width, words behind it). Names end before x."""
+    for index, (name, (width, words)) in enumerate(rows.items()):
+        picture.text(x - 8, y + 24 * index + 14, name, "end")
+        picture.box(x, y + 24 * index, width, 20, color)
+        picture.text(x + width + 6, y + 24 * index + 14, words, ink=GRAY)
+
+
+def expert_loads() -> Picture:
+    """Chapter 9: how many experts a step reads, and how many tokens each of them gets."""
+    picture = Picture(680, 268, "Experts that a step reads, and tokens of each expert")
+    picture.text(20, 28, "Experts read by a step with 1 to 64 tokens", size=14)
+    read = {str(size): experts.experts_read(size) for size in experts.SIZES}
+    bars(picture, 100, 44, {name: (24 * count, f"{count:.1f} of 8") for name, count in read.items()}, COLORS[0])
+    picture.text(390, 28, f"Tokens of each expert, of {experts.TOKENS}", size=14)
+    counts = {f"{number}": count for number, count in enumerate(experts.loads(0.5))}
+    bars(picture, 410, 44, {name: (0.8 * count, str(count)) for name, count in counts.items()}, COLORS[1])
+    mean = 410 + 0.8 * sum(counts.values()) / len(counts)
+    picture.line([(mean, 40), (mean, 238)], INK, 1, "4 3")
+    picture.text(20, 256, "dashed: the mean; with a device for each expert, the longest bar is the time", ink=GRAY)
+    return picture
+
+
+def kept_bytes() -> Picture:
+    """Chapter 10: what layers keep of a long sequence."""
+    rows = {name: row[-1] / 2**20 for name, row in kept.sizes().items()}
+    picture = Picture(680, 84 + 24 * len(rows), "What layers keep of a long sequence")
+    picture.text(20, 28, f"MiB for a sequence of {kept.CONTEXTS[-1]:,} tokens", size=14)
+    lengths = {name: (60 * math.log10(size) - 60, f"{size:,.0f}") for name, size in rows.items()}
+    bars(picture, 270, 44, lengths, COLORS[0])
+    picture.text(20, picture.height - 12, "logarithmic: 60 pixels stand for a factor of ten", ink=GRAY)
+    return picture
+
+
+def pictures_in_steps() -> Picture:
+    """Chapter 11: which tokens of prompts with pictures each step computes."""
+    picture = Picture(680, 48 + 72 * len(pictures.CASES), "Prompts with pictures, and the steps that compute them")
+    picture.text(20, 28, f"Steps of at most {pictures.BUDGET} tokens; red and blue: tokens of pictures", size=14)
+    for row, (parts, whole) in enumerate(pictures.CASES):
+        y = 48.0 + 72 * row
+        picture.text(20, y + 12, "not cut" if whole else "", ink=GRAY)
+        token_ids, items = pictures.read(parts, whole)
+        fills = [PALE] * len(token_ids)
+        for item, color in zip(items, (COLORS[4], COLORS[0]), strict=True):
+            fills[item.position : item.position + item.length] = [color] * item.length
+        for index, fill in enumerate(fills):
+            picture.box(92 + 9 * index, y, 8, 16, fill)
+        for number, step in enumerate(pictures.serve(pictures.make_scheduler(), 0, parts, whole)[1], 1):
+            picture.line([(92 + 9 * step.start, y + 24), (90 + 9 * step.end, y + 24)], INK)
+            begins = "".join(f", encodes {each}" for each in step.pictures)
+            picture.text(92 + 9 * step.start, y + 40, f"step {number}{begins}", size=11)
+    return picture
+
+
+def allowed_tokens() -> Picture:
+    """Chapter 12: how many tokens a grammar allows at each token of a text."""
+    choices = masks.run(masks.make_vocabulary())
+    picture = Picture(640, 88 + 24 * len(choices), "How many tokens may come next")
+    picture.text(20, 28, f"Tokens that may come next, in {masks.TEXT}", size=14)
+    rows = {f"{i}: {each.token}": each.allowed for i, each in enumerate(choices, 1)}
+    lengths = {name: (8 + 80 * math.log10(len(allowed)), f"{len(allowed):,}") for name, allowed in rows.items()}
+    bars(picture, 150, 44, lengths, COLORS[2])
+    picture.text(
+        20, picture.height - 12, "left: the token that came. Logarithmic: a factor of ten is 80 pixels", ink=GRAY
+    )
+    return picture
+
+
 ALL = {
     "step-time": step_time,
     "pool": block_pool,
@@ -307,6 +380,10 @@ ALL = {
     "overlap": overlapping,
     "drafts": accepted_drafts,
     "routers": routing,
+    "experts": expert_loads,
+    "kept": kept_bytes,
+    "pictures": pictures_in_steps,
+    "masks": allowed_tokens,
 }
 
 
