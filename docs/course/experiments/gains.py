@@ -42,14 +42,14 @@ def counted(p: tuple[float, ...], q: tuple[float, ...], count: int = 50_000) -> 
 def main() -> None:
     for num_seqs in (1, 16):
         print(f"speed with {num_seqs} sequence{'s' * (num_seqs > 1)} in a step, each with a draft\n")
-        print("right guesses" + "".join(f"{f'{length} tokens':>12}" for length in LENGTHS))
+        print("right guesses" + "".join(f"{length:9}" for length in LENGTHS) + "   tokens of a draft")
         for share in SHARES:
             speeds = (tokens(share, length) / slower(length, num_seqs) for length in LENGTHS)
-            print(f"{100 * share:11.0f} %" + "".join(f"{speed:12.2f}" for speed in speeds))
+            print(f"{100 * share:11.0f} %" + "".join(f"{speed:9.2f}" for speed in speeds))
         print()
     print("sequences in a step        " + "".join(f"{num_seqs:7}" for num_seqs in SIZES))
     print("one guess pays from" + " " * 8 + "".join(f"{100 * (slower(1, size) - 1):5.0f} %" for size in SIZES))
-    print("\ndraft model     rejection   same noise   counted")
+    print("\nhow often a guess is accepted\ndraft model     rejection   same noise   counted")
     for name, q in DRAFT_MODELS.items():
         rejection = sum(map(min, MODEL, q))
         figures = 100 * rejection, 100 * agreement(MODEL, q), 100 * counted(MODEL, q)
