@@ -18,7 +18,7 @@ from nanopage import EngineConfig, SamplingParams
 from nanopage.build import build_engine
 from nanopage.engine.engine import LLMEngine
 from nanopage.params import BeamSearchParams
-from nanopage.server import live_view as view
+from nanopage.view.export import RUNS
 from nanopage.view.frames import Recorder
 
 SYSTEM = (
@@ -133,9 +133,9 @@ def record(scenario: Scenario, file: Path, model: str | None = None, **options: 
 
 
 def main(names: list[str]) -> None:
-    view.RUNS.mkdir(exist_ok=True)
+    RUNS.mkdir(exist_ok=True)
     for name in names or SCENARIOS:
-        file = view.RUNS / f"{name}.jsonl.gz"
+        file = RUNS / f"{name}.jsonl.gz"
         record(SCENARIOS[name], file)
         print(f"{file}: {file.stat().st_size:,} bytes")
 

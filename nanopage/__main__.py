@@ -20,6 +20,7 @@ from nanopage.terminal.chat import chat
 from nanopage.terminal.compile import compile_layers
 from nanopage.terminal.program import run
 from nanopage.terminal.transcribe import transcribe
+from nanopage.terminal.view import view
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.command()(chat)
@@ -30,6 +31,7 @@ app.command()(models.show)
 app.command()(models.pull)
 app.command()(models.rm)
 app.add_typer(models.cache, name="cache")
+app.add_typer(view, name="view")
 # Of commands that read their own options.
 OTHERS_OPTIONS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 

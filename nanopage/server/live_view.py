@@ -17,7 +17,6 @@ import urllib.parse
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -25,20 +24,18 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response, StreamingResponse
 
-import nanopage.view
 from nanopage.aio.async_llm import AsyncLLM, EngineDeadError
 from nanopage.outputs import StepStats
 from nanopage.server.errors import ApiError, json_response
 from nanopage.server.pages import page_reply
 from nanopage.server.streaming import HEADERS, KEEP_ALIVE, KEEP_ALIVE_SECONDS
+from nanopage.view.export import PAGE, shipped_recordings
 from nanopage.view.frames import Frames
 from nanopage.view.picture import Frame
 
 logger = logging.getLogger("nanopage")
 
 VIEW_PATHS = ("/view", "/view/events", "/view/control", "/view/runs/{name}")
-VIEW = Path(nanopage.view.__file__).parent
-RUNS = VIEW / "runs"  # the recordings that come with nanopage
 MAX_WATCHERS = 8
 MAX_BEHIND = 2000  # waiting frames of a watcher
 PACE_SECONDS = 0.06  # between messages to a watcher
@@ -230,7 +227,7 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
 
     @app.get("/view", include_in_schema=False)
     async def page() -> Response:
-        return page_reply(VIEW / "view.html")
+        return page_reply(PAGE)
 
     @app.get("/view/events", include_in_schema=False)
     async def events(request: Request) -> Response:
@@ -251,11 +248,11 @@ def add_view(app: FastAPI, view: LiveView, require: Callable[[], AsyncLLM], mode
 
     @app.get("/view/runs/{name}", include_in_schema=False)
     async def run(name: str) -> Response:
-        names = sorted(file.name.removesuffix(".jsonl.gz") for file in RUNS.glob("*.jsonl.gz"))
-        if name not in names:
-            raise ApiError(404, f"no recording has this name: there are {', '.join(names)}", code="not_found")
-        data = (RUNS / f"{name}.jsonl.gz").read_bytes()
-        return Response(data, headers={"content-encoding": "gzip"}, media_type="application/x-ndjson")
+        shipped = shipped_recordings()
+        if name not in shipped:
+            raise ApiError(404, f"no recording has this name: there are {', '.join(shipped)}", code="not_found")
+        headers = {"content-encoding": "gzip"}
+        return Response(shipped[name].read_bytes(), headers=headers, media_type="application/x-ndjson")
 
 
 def check_site(request: Request) -> None:

@@ -20,6 +20,7 @@ Fields of every frame:
 Of a key frame also:
 
     version, model, block_size, num_blocks, num_host_blocks, max_num_seqs
+    date        as 2026-11-27, in UTC; `nanopage`: the version that has made the frame. Older recordings lack both
     tables      [[sequence, request, blocks]]
     host        the same, of host memory
     cached      cached blocks, the next to be evicted first
@@ -51,6 +52,7 @@ from typing import IO
 
 import msgspec
 
+from nanopage import __version__
 from nanopage.engine.engine import LLMEngine
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import SequenceGroup
@@ -100,6 +102,8 @@ class Frames:
             "time": self.now(),
             "step": self.num_steps,
             "model": self.model,
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "nanopage": __version__,
             "block_size": manager.block_size,
             "num_blocks": manager.num_blocks,
             "num_host_blocks": manager.host.num_blocks,

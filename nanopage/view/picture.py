@@ -1,6 +1,7 @@
 """Reads the frames that frames.py describes: the state after each frame, and recordings. It needs no engine."""
 
 import gzip
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,14 +102,16 @@ def read_recording(file: Path) -> Iterator[Frame]:
 
     Raises: ValueError that names the file and the line, OSError.
     """
-    with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
+    number = 1
+    try:
+        with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as lines:
+            for line in lines:
                 frame = msgspec.json.decode(line)
                 if number == 1 and (frame["frame"], frame["version"]) != ("key", VERSION):
                     raise ValueError(f"not a recording of version {VERSION}")
                 if frame["frame"] not in ("key", "step", "plan"):
                     raise ValueError(f"{frame['frame']!r} is no kind of frame")
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(f"{file}, line {number}: {type(error).__name__}: {error}") from None
-            yield frame
+                yield frame
+                number += 1
+    except (ValueError, TypeError, KeyError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{file}, line {number}: {type(error).__name__}: {error}") from None

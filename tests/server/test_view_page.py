@@ -4,7 +4,6 @@ import json
 import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
@@ -12,11 +11,10 @@ from server_process import serving
 from test_page import HOSTILE, NAME, assert_policy
 from test_page import PAGE as CHAT
 
-import nanopage.view
-from nanopage.server.live_view import RUNS
+from nanopage.view import export
 from nanopage.view.picture import Picture, read_recording
 
-PAGE = Path(nanopage.view.__file__).with_name("view.html").read_text()
+PAGE = export.PAGE.read_text()
 
 
 def test_the_page_loads_nothing_and_makes_no_html_of_text():
@@ -39,7 +37,7 @@ def test_both_pages_have_the_same_icon():
 
 def test_the_page_offers_the_recordings_that_there_are():
     offered = set(re.findall(r'<option value="([\w-]+)">replay', PAGE)) - {"file"}
-    assert offered == {file.name.removesuffix(".jsonl.gz") for file in RUNS.glob("*.jsonl.gz")}
+    assert offered == export.shipped_recordings().keys()
 
 
 # In a browser
@@ -143,7 +141,7 @@ def test_steps_by_the_keyboard_are_told_before_they_run(page, server):
 @pytest.mark.parametrize("name", ["continuous-batching", "prefix-sharing", "preemption", "beams"])
 def test_the_replays_show_what_python_makes_of_them(page, server, name):
     picture = Picture()
-    frames = list(read_recording(RUNS / f"{name}.jsonl.gz"))
+    frames = list(read_recording(export.RUNS / f"{name}.jsonl.gz"))
     page.evaluate(f"choose({json.dumps(name)})")
     page.wait_for(f"source === 'replay' && frames.length === {len(frames)}")
     page.evaluate("setPlaying(false)")
@@ -163,6 +161,32 @@ def test_the_replays_show_what_python_makes_of_them(page, server, name):
     assert page.evaluate("[index, picture.step]") == [3, frames[3]["step"]]
     page.evaluate("choose('')")
     page.wait_for("$('mode').textContent === 'live'")
+
+
+def test_a_file_with_a_recording_needs_no_server(browser, tmp_path):
+    file, lab = tmp_path / "lab.html", ("A lab", [("What does step 12 do?", "No more than step 20.")])
+    file.write_bytes(export.make_page(export.find_recording("preemption"), *lab))
+    browser.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
+    browser.open(file.as_uri())
+    browser.wait_for("source === 'replay' && frames.length > 20 && $('recorded').textContent")
+    assert browser.evaluate("$('recorded').innerText").startswith("Recorded, not simulated: SmolLM2-135M-Instruct")
+    assert browser.evaluate("['run', 'chat', 'save'].map((id) => $(id).offsetHeight)") == [0, 0, 0]
+    assert browser.evaluate("isPlaying") is False
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 400
+    browser.evaluate("$('questions').querySelector('p button').click()")
+    browser.wait_for("picture.step === 12 && $('why-title').textContent === 'Step 12'")
+    assert "No more" not in browser.evaluate("$('questions').textContent")
+    browser.evaluate("$('questions').querySelector('input').focus()")
+    browser.press("Enter")  # without an answer of one's own
+    browser.type("It waits.")
+    browser.evaluate("window.empty = $('questions').querySelector('.answer').textContent === ''")
+    browser.press("Enter")
+    browser.wait_for("empty && $('questions').querySelector('.answer').innerText === 'No more than step 20.'")
+    assert browser.problems == []
+    browser.evaluate("fetch('http://127.0.0.1:9/').catch(() => null)")
+    browser.wait_for("true")
+    assert any("Content Security Policy" in problem for problem in browser.problems)
+    browser.call("Emulation.clearDeviceMetricsOverride")
 
 
 KEY = {

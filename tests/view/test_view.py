@@ -11,8 +11,8 @@ from rich.console import Console
 
 import nanopage.view.frames
 from nanopage import BeamSearchParams
-from nanopage.server.live_view import RUNS
 from nanopage.terminal.blocks import draw
+from nanopage.view.export import RUNS
 from nanopage.view.frames import MAX_ENDED, Frames, Recorder
 from nanopage.view.picture import Picture, read_recording
 
