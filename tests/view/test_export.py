@@ -1,9 +1,10 @@
-"""Recordings as HTML files. tests/server/test_view_page.py opens one in a browser."""
+"""Recordings as HTML files, and the labs. tests/server/test_view_page.py opens one in a browser."""
 
 import base64
 import gzip
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from nanopage.__main__ import app
 from nanopage.view.export import PAGE, find_recording, make_page, shipped_recordings
 from nanopage.view.picture import read_recording
 
+LABS = Path(__file__).parents[2] / "docs" / "labs"
 KEY = next(read_recording(find_recording("beams")))
 
 
@@ -76,3 +78,23 @@ def test_a_recording_that_no_page_would_read_is_refused(monkeypatch):
     monkeypatch.setattr("nanopage.view.export.MAX_BYTES", 1000)
     with pytest.raises(ValueError, match=r"beams\.jsonl\.gz has more than "):
         make_page(find_recording("beams"), "beams")
+
+
+def test_the_labs_become_pages_and_their_answers_are_what_the_recordings_say(tmp_path):
+    make = runpy.run_path(str(LABS / "make.py"))
+    labs = make["read_labs"]()
+    make["main"](tmp_path)
+    assert len(labs) == len(re.findall(r"^## \d", (LABS / "README.md").read_text(), re.MULTILINE)) == 5
+    for number, (title, recording, questions) in enumerate(labs, 1):
+        given = contents((tmp_path / f"{number}.html").read_bytes())
+        assert given["title"] == title and given["questions"] == [[*each] for each in questions] != []
+        told: dict[int, str] = {}
+        for frame in read_recording(find_recording(recording)):
+            if frame["frame"] == "step":
+                told.setdefault(frame["step"], " ".join(text for _, _, text in frame["why"]))
+        for _, answer in questions:
+            quotations = re.split(r"step (\d+):", answer, flags=re.IGNORECASE)[1:]
+            assert quotations, "an answer quotes the recording"
+            for step, text in zip(quotations[::2], quotations[1::2], strict=True):
+                for sentence in re.findall(r'"([^"]+)"', text):
+                    assert sentence in told[int(step)], f"{title}: step {step}"
