@@ -273,15 +273,24 @@ class CompiledLayers:
 
     def _run_all(self, x: Tensor, step: StepContext) -> Tensor:
         """As `__call__`, for numbers of rows that there are functions for."""
-        if all(places_of(attention).shape[0] == x.shape[0] for attention in step.attentions):
-            return self._run(range(len(self.modules)), x, step)
-        for has_state, run in groupby(range(len(self.modules)), self.have_state.__getitem__):
+        whole, num_layers = all(places_of(each).shape[0] == x.shape[0] for each in step.attentions), len(self.modules)
+        if whole and not step.taps:
+            return self._run(range(num_layers), x, step)
+
+        def kind_of(index: int) -> tuple[bool, int]:
+            return self.have_state[index] and not whole, sum(tap <= index for tap in step.taps)
+
+        for (has_state, _), run in groupby(range(num_layers), kind_of):
+            indexes = list(run)
+            if indexes[0] in step.taps:
+                step.taps[indexes[0]] = x
             if has_state:
-                for index in run:
+                for index in indexes:
                     x = self._run_state(index, x, step)
             else:
-                indexes = list(run)
                 x = self._run(range(indexes[0], indexes[-1] + 1), x, step)
+        if num_layers in step.taps:
+            step.taps[num_layers] = x
         return x
 
     def _run_state(self, index: int, x: Tensor, step: StepContext) -> Tensor:

@@ -58,6 +58,8 @@ class StepContext:
     adapters    int64 [T], the adapter slot of each token, -1 for none. None: no token has one
     embeds      (indices int64 [N], rows [N, hidden_size]): the input of the first layer for these tokens, in place of
                 their embeddings. None: no token is of an item
+    taps        layers -> their inputs [T, hidden_size], which `Decoder.run_layers` puts there; the number of layers
+                stands for the output of the last one. Empty: no wing wants them
     rotations   cos and sin of each token, for each rope of the model, which computes them (see RotaryEmbedding)
     """
 
@@ -68,6 +70,7 @@ class StepContext:
     rows: Tensor | None = None
     adapters: Tensor | None = None
     embeds: tuple[Tensor, Tensor] | None = None
+    taps: dict[int, Any] = field(default_factory=dict)
     rotations: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def write(self, layer: Any, k: Tensor, v: Tensor) -> None:

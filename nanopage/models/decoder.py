@@ -57,8 +57,16 @@ class Decoder(nn.Module):
 
     def run_layers(self, x: Any, step: StepContext) -> Tensor:
         """The only loop over layers in Python. x: what the first layer takes."""
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if index in step.taps:
+                step.taps[index] = self.hidden_of(x, step)
             x = layer(x, step)
+        if len(self.layers) in step.taps:
+            step.taps[len(self.layers)] = x
+        return x
+
+    def hidden_of(self, x: Any, step: StepContext) -> Tensor:
+        """The hidden states in what a layer takes, [T, hidden_size]."""
         return x
 
     def take(self, decoder: "Decoder") -> None:

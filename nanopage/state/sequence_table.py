@@ -52,6 +52,7 @@ class SequenceTable:
         self.num_prompt_tokens = np.zeros(num_rows, dtype=np.int64)
         self.sampling = SamplingTable(num_rows, vocab_size, device)
         self.items: Any = None  # the ItemRows (items/rows.py) of a worker whose prompts may have items
+        self.taps: dict[int, Any] = {}  # `StepContext.taps` of every step, for a wing that wants some
         self.adapter_slots: Tensor | None = None
         if has_adapters:
             self.adapter_slots = torch.full((num_rows,), -1, dtype=torch.int64, device=device)

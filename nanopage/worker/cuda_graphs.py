@@ -100,6 +100,7 @@ class CUDAGraphs:
         self.logits = torch.empty(most, model.lm_head.out_features, dtype=dtype, device=self.device)
         self.sampled = torch.zeros(most, dtype=torch.int64, device=self.device)
         self.graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # key: size, number of splits
+        self.taps: dict[tuple[int, int], dict[int, Any]] = {}  # of each graph, as in StepContext
         self.pool: Any = None  # the memory pool that all graphs share
 
     def fits(self, batch: Batch) -> bool:
@@ -124,6 +125,7 @@ class CUDAGraphs:
             self.graphs[size, num_splits].replay()
         else:
             self._step(size, num_splits)
+        self.table.taps.update(self.taps.get((size, num_splits), {}))
         return Output(self.logits[:num_rows], tokens=self.sampled[:num_rows])
 
     def _step(self, size: int, num_splits: int) -> None:
@@ -136,7 +138,8 @@ class CUDAGraphs:
         attentions = [self._make_attention(slots, tables, lens, num_splits) for slots, tables, lens in pages]
         layers = self.kv_cache.kinds.of_layers, self.kv_cache.layers
         places = positions if table.items is None else table.items.positions_after(rows, positions)
-        step = StepContext(places, attentions, *layers, adapters=table.adapters_of(rows))
+        self.taps[size, num_splits] = taps = dict.fromkeys(table.taps)
+        step = StepContext(places, attentions, *layers, adapters=table.adapters_of(rows), taps=taps)
         logits = self.model.logits(self.model(input_ids, step))
         # A sequence's length is the position of the token to be sampled.
         tokens = self.sample_all(logits, rows, seq_lens, sampling.temperature, sampling.seed, sampling.limits)

@@ -110,7 +110,8 @@ def prepare(
     if (items := table.items) is not None:
         embeds, places = items.embeds_of(batch), items.positions_of(batch, places)
     layers = kv_cache.kinds.of_layers, kv_cache.layers
-    return input_ids, StepContext(places, attentions, *layers, adapters=table.adapters_of(token_rows), embeds=embeds)
+    adapters = table.adapters_of(token_rows)
+    return input_ids, StepContext(places, attentions, *layers, adapters=adapters, embeds=embeds, taps=table.taps)
 
 
 def head_of(model: Decoder) -> Callable[[Tensor], Tensor] | None:
@@ -133,8 +134,8 @@ def run_model(
         head: computes logits of hidden states (see `Decoder.logits`). None: the output has all hidden states instead.
     """
     used, device = sorted(set(batch.sampled_from)), input_ids.device
-    # Those of all tokens are for log-probabilities of prompts, or for the next stage.
-    keeps_all = head is None or wants_prompt_logprobs(batch, table)
+    # Those of all tokens are for log-probabilities of prompts, for the next stage, or for a wing.
+    keeps_all = head is None or len(step.kinds) in step.taps or wants_prompt_logprobs(batch, table)
     if not keeps_all and len(used) < len(input_ids):
         step.rows = to_device(used or [0], device)  # oneDNN cannot multiply matrices without rows
     hidden = model(input_ids, step)

@@ -118,6 +118,10 @@ class CompiledDecoder(Decoder):
         """As `Decoder.logits`."""
         return self.head(self, hidden)
 
+    def hidden_of(self, x: Carried, step: StepContext) -> Tensor:
+        """As `Decoder.hidden_of`. A copy: later graphs reuse the memory."""
+        return x.x[: len(step.positions)].clone()
+
     def new_heads(self, num_tokens: int) -> Tensor:
         """An empty tensor for q or the output of attention: [num_tokens, heads, head_dim]."""
         layers: Any = self.layers

@@ -45,6 +45,7 @@ class Wings:
     threads        sets the number of threads on a CPU before each step (cpu/threads.py)
     items          inputs of running sequences that are no tokens (items/rows.py)
     standby        gives memory back and takes it again, and exchanges weights (standby/worker.py)
+    heads          drafts of heads, which read hidden states of the model (speculation/head_worker.py)
     """
 
     stored_as: str | None = None
@@ -54,6 +55,7 @@ class Wings:
     threads: Any = None
     items: Any = None
     standby: Any = None
+    heads: Any = None
 
 
 def why_not_compiled(setup: Setup) -> str | None:

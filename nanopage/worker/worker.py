@@ -52,6 +52,8 @@ class Worker:
         )  # fmt: skip
         table = setup.make_table(self.capacity.max_model_len)
         table.items = wings.items
+        if wings.heads is not None:
+            table.taps = wings.heads.taps
         made = self.model, self.kv_cache, table
         ways, self.way, self.compiled = list_ways(setup, wings, *made, sample_all)
         self.runner = ModelRunner(*made, ways, sample_all)

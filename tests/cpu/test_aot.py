@@ -532,6 +532,24 @@ def test_the_last_layer_computes_only_the_rows_that_are_asked_for(model, directo
             torch.testing.assert_close(some, whole[rows], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("lengths", [[17, 1, 8], [1, 1, 1]], ids=str)
+def test_the_inputs_of_layers_that_a_wing_wants(model, directory, lengths):
+    found = []
+    for compiled in (False, True):
+        made = paged(model, compiled)
+        made.restart(random_tokens(lengths))
+        batch = made.batch(dict(enumerate(lengths)))
+        made.cache.move(batch)
+        made.table.update(batch)
+        input_ids, step = prepare(batch, made.table, made.cache)
+        step.taps = dict.fromkeys(range(len(step.kinds) + 1))
+        with torch.inference_mode():
+            hidden = (made.way._forward if compiled else made.model)(input_ids, step)
+        assert hidden is [*step.taps.values()][-1] and len(step.taps) == 3
+        found.append([*step.taps.values()])
+    assert_all_close(*found)
+
+
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [1, 1, 9, 17], [1], [6]], ids=str)
 @pytest.mark.parametrize("sampled_from", [[0], [1], [2], [0, 2], [0, 0, 1, 1, 1], [0, 1, 2], [1, 3], []], ids=str)
 def test_logits_are_those_of_the_rows_that_are_sampled(model, directory, lengths, sampled_from):
