@@ -36,12 +36,11 @@ from nanopage.pooling.requests import ByLength, PoolingRequests
 from nanopage.processors.setup import attach_processors
 from nanopage.reading.config import has_family
 from nanopage.recurrent.states import fit_block_size
-from nanopage.speculation.drafts import Drafts
 from nanopage.speculation.setup import choose_drafts
 from nanopage.standby.offline import is_sleeping, sleep, update_weights, wake_up
 from nanopage.startup import worker_process
 from nanopage.startup.worker import build_worker
-from nanopage.step import Capacity, Executor
+from nanopage.step import Executor
 from nanopage.text.prompts import PromptReader
 from nanopage.text.tokenizer import Tokenizer
 from nanopage.vision.setup import make_image_reader
@@ -80,9 +79,8 @@ def build_engine(
     else:
         executor = LocalExecutor(partial(build_worker, config, model_config, checkpoint, on_progress))
     del checkpoint
-    make_drafts: Callable[[Capacity], Drafts] | None = None
-    if config.speculation is not None:
-        make_drafts = choose_drafts(config, config.speculation, model_config, tokenizer, on_progress)
+    build_draft_model = partial(build_worker, on_progress=on_progress)
+    make_drafts = choose_drafts(config, model_config, tokenizer, executor, build_draft_model)
     adapter_slots = AdapterSlots(config.max_loras) if config.enable_lora else None
     engine = LLMEngine(config, model_config, path, tokenizer, executor, make_drafts, adapter_slots)
     engine.scheduler.token_budget = budget = choose_budget(config, engine.capacity.device, use)

@@ -28,6 +28,7 @@ from itertools import product
 
 import pytest
 import torch
+from draft_heads import TAPS, save_eagle
 from helpers import LONG, BytesExecutor, ForkedLink, save_tokenizer, tiny_bart, tiny_model, tiny_t5
 from on_a_cpu import graphs_for, make_sample_all, pieces_for
 from safetensors.torch import load_file, save_file
@@ -1356,6 +1357,40 @@ def test_nor_does_a_draft_model(world, model, oracle, draft_models, monkeypatch)
         check(oracle, plan, options["max_model_len"])
 
 
+@pytest.mark.parametrize("world", range(-(-WORLDS // 5)))
+def test_nor_does_a_head(world, model, oracle, tmp_path, monkeypatch):
+    """Drafts of a head that reads hidden states, and good ones in place of some of them."""
+    rng = random.Random(f"head-{SEED}-{world}")
+    options, plans = draw_world(rng, oracle)
+    head = save_eagle(tmp_path, 32, **{TAPS: rng.choice([[0, 1, 2], [1], [0, 1]])})
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": rng.choice([1, 3, 8])}
+    options |= {"speculative_config": speculation, "enforce_eager": True}
+    engine = build_engine(EngineConfig(model=str(model), dtype="float64", device="cpu", **options))
+    drafter, guesser = engine.scheduler.drafts.drafter, Guesser(oracle, plans, options["max_model_len"], rng)
+    if world % 2:
+        run_as_on_a_gpu(engine)
+    if world % 4 < 2:
+        fail_at_times(engine, rng)
+    propose = drafter.propose
+
+    def propose_better(decodes, most, schedule):
+        drafts = propose(decodes, most, schedule)
+        happened["drafts of heads"] += len(drafts)
+        return {seq: guesser.guess(seq) if rng.random() < 0.5 else draft for seq, draft in drafts.items()}
+
+    def choose(rooms, most, schedule, seconds_to_make):
+        return {seq: rng.randint(1, room) for seq, room in rooms.items() if rng.random() < 0.8}
+
+    drafter.propose = propose_better
+    monkeypatch.setattr(drafter.gains, "choose", choose)
+    monkeypatch.setattr(drafter.gains.costs, "of", lambda num_rows: StepTimes(1.0, 0, 0.0))
+    run_world(engine, plans)
+    assert drafter.heads.works and not drafter.heads.states
+    for plan in plans:
+        check = check_search if plan.searches else check_completions
+        check(oracle, plan, options["max_model_len"])
+
+
 @pytest.mark.parametrize("world", range(WORLDS))
 def test_a_crowd_changes_no_answer(world, model, oracle, monkeypatch):
     monkeypatch.setattr("nanopage.sampling.truncation.CANDIDATES", 4)
@@ -1423,6 +1458,7 @@ def test_the_worlds_were_not_easy():
     assert happened["prompts with embeds"] > worlds
     assert happened["tokens of draft models that were accepted"] > happened["tokens of draft models"] / 4
     assert happened["tokens of draft models"] > worlds / 2
+    assert happened["drafts of heads"] > worlds / 2
     assert happened["adapters found in their slots"] > worlds / 10
     assert happened["worlds with windows that preempted"] > worlds / 50
     assert happened["worlds to the bit that preempted"] > happened["worlds to the bit"] / 20

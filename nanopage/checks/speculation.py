@@ -8,6 +8,8 @@ from nanopage.checks.options import check, integer
 from nanopage.files.model_files import shown
 
 DraftLength = Annotated[int, integer(1, 64)]  # tokens
+MOST_ROWS = 32  # With more sequences, a step computes so much that drafts do not pay, so none are looked for.
+HEADS = ("eagle3", "mtp")  # methods with a head, which reads hidden states of the model
 
 
 @dataclass(frozen=True)
@@ -15,15 +17,16 @@ class SpeculativeConfig:
     """How drafts are made. Names are vLLM's.
 
     method: "ngram": the last tokens of a sequence have occurred in it before, and the draft is what followed them there
-        (prompt lookup). "draft_model": a smaller model with the same vocabulary guesses.
+        (prompt lookup). "draft_model": a smaller model with the same vocabulary guesses. "eagle3", "mtp": a head that
+        was trained with the model guesses (speculation/heads.py); "mtp" is in the model's checkpoint.
     num_speculative_tokens: most tokens of a draft.
     model: the draft model: a directory, a .gguf file or a hub id. Its dtype, device and block size are the engine's. It
-        has as many blocks of KV cache as the engine has.
+        has as many blocks of KV cache as the engine has. With "eagle3", the head: a directory or a hub id.
     prompt_lookup_max, prompt_lookup_min: with "ngram", the most and the fewest last tokens that are looked up, the most
         first. By default 4 and 2. If only one is given, the default of the other adapts to it.
     """
 
-    method: Literal["ngram", "draft_model"]
+    method: Literal["ngram", "draft_model", "eagle3", "mtp"]
     num_speculative_tokens: DraftLength
     prompt_lookup_max: DraftLength = 4
     prompt_lookup_min: DraftLength = 2
@@ -48,19 +51,21 @@ class SpeculativeConfig:
             if name in values and name != "model":
                 check(f"speculative_config: {name}", values[name], kind)
         method = values["method"]
-        others = ("prompt_lookup_max", "prompt_lookup_min") if method == "draft_model" else ("model",)
-        for name in others:
-            if name in values:
+        takes = (
+            ("prompt_lookup_max", "prompt_lookup_min") if method == "ngram" else ("model",) if method != "mtp" else ()
+        )
+        for name in values:
+            if name not in ("method", "num_speculative_tokens", *takes):
                 raise ValueError(f"speculative_config: {name} is not for method={method!r}")
-        if method == "draft_model":
+        if takes == ("model",):
             model = values.get("model")
             if model is None:
-                raise ValueError("speculative_config: method='draft_model' needs model")
+                raise ValueError(f"speculative_config: method={method!r} needs model")
             if not isinstance(model, str | Path) or not str(model):
                 raise TypeError(f"speculative_config: model must be a path or a hub id, not {shown(model)}")
-            return cls("draft_model", values["num_speculative_tokens"], model=str(model))
+            return cls(method, values["num_speculative_tokens"], model=str(model))
         most = values.get("prompt_lookup_max", max(4, values.get("prompt_lookup_min", 1)))
         least = values.get("prompt_lookup_min", min(2, most))
         if least > most:
             raise ValueError(f"speculative_config: prompt_lookup_min={least} is more than prompt_lookup_max={most}")
-        return cls("ngram", values["num_speculative_tokens"], most, least)
+        return cls(method, values["num_speculative_tokens"], most, least)

@@ -9,7 +9,7 @@ from nanopage.checks.fields import Dtype
 from nanopage.checks.options import Count, Flag, Gib, Share, SwapGib, check_fields, integer
 from nanopage.checks.overrides import check_overrides, reranker_fields
 from nanopage.checks.pooling import Conversion, Runner, check_pooler_config
-from nanopage.checks.speculation import SpeculativeConfig
+from nanopage.checks.speculation import HEADS, SpeculativeConfig
 from nanopage.checks.stored_quantization import STORED_QUANTIZATIONS
 
 DEFAULT_TOKEN_BUDGET = {"cpu": 2048, "cuda": 8192}  # by device type
@@ -202,8 +202,9 @@ class EngineConfig:
             )
         if method and self.pipeline_parallel_size > 1:
             yield f"speculative_config and {pp_size} exclude each other"
-        if method == "draft_model" and self.num_ranks > 1:
-            yield f"speculative_config with method='draft_model' and {tp_size} exclude each other"
+        local = ("tensor_parallel_size", *(("distributed_executor_backend",) if method in HEADS else ()))
+        for option in self.given(*local) if method not in (None, "ngram") else ():
+            yield f"speculative_config with method={method!r} and {option} exclude each other"
         if self.preemption_mode == "recompute" and self.swap_space:
             yield "swap_space is of no use with preemption_mode='recompute'"
         if self.preemption_mode == "swap" and self.swap_space == 0:

@@ -13,7 +13,7 @@ heads:
 For DeepSeek's sizes, a pair of tokens then takes 1,152 multiplications in each head, in place of 320 with K and V. So K
 and V are made for sequences with MANY tokens in a step, one head after the other.
 
-The tensors of layers after the last one are left out. They predict further tokens (num_nextn_predict_layers).
+The layer after the last one predicts a further token: drafts may come from it (speculation/heads.py).
 """
 
 import math
@@ -153,9 +153,13 @@ class LatentLayer(DecoderLayer):
 
     def forward(self, x: Tensor, step: StepContext) -> Tensor:
         part = self.self_attn
-        q, latent = part.project(self.input_layernorm(x), *step.rotations[part.rope])
-        step.write(part, latent, latent)
+        q, k, v = self.before(x, *step.rotations[part.rope])
+        step.write(part, k, v)
         return self.after(*step.keep(part, x, part.attend(q, step)))
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, latent = self.self_attn.project(self.input_layernorm(x), cos, sin)
+        return q, latent, latent
 
 
 class LatentAttention(SelfAttention):

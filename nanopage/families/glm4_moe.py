@@ -1,6 +1,6 @@
 """GLM-4.5 (Zhipu AI 2025), also GLM-4.6: a part of each head is rotated, and mixtures of experts are chosen as in
-DeepSeek-V3. The first layers have a plain feed-forward layer. The layer after the last one, which predicts a further
-token (num_nextn_predict_layers), is left out."""
+DeepSeek-V3. The first layers have a plain feed-forward layer. Drafts may come from the layer after
+the last one, which predicts a further token (speculation/heads.py)."""
 
 from dataclasses import replace
 from typing import Any

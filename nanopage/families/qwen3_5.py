@@ -1,6 +1,6 @@
 """Qwen3.5 (Qwen 2026): the layers of Qwen3-Next without experts. Only the text model: the tensors of images and videos
-(visual.*) and those that predict a token more (mtp.*) are left out. mrope_section
-divides a head among three positions of a token. They are equal for text, so this rope is an ordinary one."""
+(visual.*) are left out. Drafts may come from the tensors mtp.* (speculation/heads.py). mrope_section divides a head
+among three positions of a token. They are equal for text, so this rope is an ordinary one."""
 
 from functools import partial
 from typing import Any

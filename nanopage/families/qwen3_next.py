@@ -1,5 +1,5 @@
 """Qwen3-Next (Qwen 2025): three of four layers are Gated DeltaNets in place of attention, whose output has a gate, too.
-Experts as in Qwen2-MoE. The tensors that predict a token more, mtp.*, are left out."""
+Experts as in Qwen2-MoE. Drafts may come from the tensors mtp.* (speculation/heads.py)."""
 
 from dataclasses import replace
 from functools import partial

@@ -17,13 +17,13 @@ import logging
 import time
 from dataclasses import dataclass
 
-from nanopage.checks.speculation import SpeculativeConfig
+from nanopage.checks.speculation import MOST_ROWS, SpeculativeConfig
 from nanopage.config.options import EngineConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence
 from nanopage.outputs import StepStats
-from nanopage.speculation.lookup import MOST_ROWS, DraftGains, StepCosts
+from nanopage.speculation.lookup import DraftGains, StepCosts
 from nanopage.step import NO_TOKEN, Batch, BlockUpdate, Capacity, Executor, NewSequence, SamplingSettings
 
 logger = logging.getLogger("nanopage")

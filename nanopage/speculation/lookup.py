@@ -25,12 +25,11 @@ they lose, and each step adds a 200th of a step. While the account is empty, the
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nanopage.checks.speculation import SpeculativeConfig
+from nanopage.checks.speculation import MOST_ROWS, SpeculativeConfig
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence
 from nanopage.outputs import StepStats
 
-MOST_ROWS = 32  # With more sequences, a step computes so much that drafts do not pay, so none are looked for.
 LEAST_SPEEDUP = 1.08  # drafts must promise at least this, because times and shares are only estimates
 EXPECTED_SHARE = 0.5  # accepted share of the tokens of drafts, before anything is known
 OTHERS_COUNT = 2  # The accepted share of other sequences' drafts counts like this many tokens of the sequence's own.
@@ -64,7 +63,7 @@ class DraftGains:
             schedule: the schedule of the step.
             seconds_to_make: number of tokens -> the time for making drafts of up to this length.
         """
-        times = self.costs.of(len(schedule.singles))
+        times = self.costs.of(num_rows_of(schedule))
         if times is None or self.may_lose <= 0:
             return {}
         a, b = times.line()
@@ -116,6 +115,12 @@ class DraftGains:
         return self.acceptance.setdefault(reason, Acceptance())
 
 
+def num_rows_of(schedule: Schedule) -> int:
+    """How many tokens a step computes beside its drafts. Decodes have several if layers with a state compute accepted
+    tokens again."""
+    return len(schedule.singles) + sum(num_tokens for _, num_tokens in schedule.chunks)
+
+
 def worths_of(schedule: Schedule, row: float) -> dict[Sequence, float]:
     """How much time one more token saves in each sequence of a step, in steps.
 
@@ -125,14 +130,15 @@ def worths_of(schedule: Schedule, row: float) -> dict[Sequence, float]:
 
     Args: row: the cost of one more row, as a part of a step's time.
     """
-    num_rows = len(schedule.singles)
+    seqs = [*schedule.singles, *(seq for seq, _ in schedule.chunks)]
+    num_rows = len(seqs)
     if schedule.wait is not None:
-        return dict.fromkeys(schedule.singles, 1 / num_rows)
-    left = [max(1, seq.max_total_tokens - len(seq.token_ids)) for seq in schedule.singles]
+        return dict.fromkeys(seqs, 1 / num_rows)
+    left = [max(1, seq.max_total_tokens - len(seq.token_ids)) for seq in seqs]
     most, row = max(left), min(row, 1 / num_rows)
     shares = [(each / most) ** 8 for each in left]
     common = (1 - num_rows * row) / sum(shares)
-    return {seq: row + common * share for seq, share in zip(schedule.singles, shares, strict=True)}
+    return {seq: row + common * share for seq, share in zip(seqs, shares, strict=True)}
 
 
 class NgramDrafter:

@@ -1,16 +1,17 @@
-"""Chooses what makes the drafts of an engine, by its options: prompt lookup, or a draft model with its own worker."""
+"""Chooses what makes the drafts of an engine, by its options: prompt lookup, a draft model with its own worker, or a
+head in the model's worker."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
-from nanopage.checks.speculation import SpeculativeConfig
+from nanopage.checks.speculation import HEADS
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.speculation.draft_model import ModelDrafter
 from nanopage.speculation.drafts import Drafts
+from nanopage.speculation.head_drafter import HeadDrafter
 from nanopage.speculation.lookup import NgramDrafter
-from nanopage.startup.worker import build_worker
 from nanopage.state.layer_kinds import BlockNeeds, divide_layers
 from nanopage.step import Capacity
 from nanopage.text.tokenizer import Tokenizer
@@ -20,17 +21,26 @@ from nanopage.worker.executor import LocalExecutor
 
 def choose_drafts(
     config: EngineConfig,
-    speculation: SpeculativeConfig,
     model_config: ModelConfig,
     tokenizer: Tokenizer | None,
-    on_progress: Callable[[int, int], None] | None,
-) -> Callable[[Capacity], Drafts]:
-    """Choose what makes the drafts of an engine.
+    executor: Any,
+    build_worker: Callable[..., Any],
+) -> Callable[[Capacity], Drafts] | None:
+    """Choose what makes the drafts of an engine. None: nothing does.
+
+    Args:
+        executor: the model's. A LocalExecutor if the method needs a head.
+        build_worker: as startup/worker.py; makes the draft model's worker.
 
     Raises: ValueError, FileNotFoundError for a draft model that does not exist or does not fit.
     """
+    speculation = config.speculation
+    if speculation is None:
+        return None
     if speculation.method == "ngram":
         return lambda capacity: Drafts(NgramDrafter(speculation))
+    if speculation.method in HEADS:
+        return lambda capacity: Drafts(HeadDrafter(speculation, executor.worker.wings.heads))
     path = hub.resolve(speculation.model)
     checkpoint = loader.open_checkpoint(path)
     draft_config = loader.read_config(checkpoint)
@@ -53,10 +63,10 @@ def choose_drafts(
         max_model_len = min(capacity.max_model_len, draft_config.max_position_embeddings)
         num_blocks = _blocks_for_drafts(config, capacity, draft_config, max_model_len)
         options = _options_of_draft_model(config, str(path), num_blocks, max_model_len)
-        executor = LocalExecutor(partial(build_worker, options, draft_config, checkpoint, on_progress))
-        held = executor.start()
+        own = LocalExecutor(lambda: build_worker(options, draft_config, checkpoint))
+        held = own.start()
         same_vocab = draft_config.vocab_size == model_config.vocab_size
-        return Drafts(ModelDrafter(config, speculation, executor, held, model_config.vocab_size, same_vocab))
+        return Drafts(ModelDrafter(config, speculation, own, held, model_config.vocab_size, same_vocab))
 
     return make
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from nanopage.checks.speculation import HEADS
 from nanopage.checks.stored_quantization import STORED_QUANTIZATIONS
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
@@ -48,10 +49,11 @@ def refused(
     if on_gpu and config.enable_lora and exact:
         yield "enable_lora on a GPU does not work in float64"
     sized = config.kv_cache_gib is not None or config.num_gpu_blocks_override is not None
-    if on_gpu and not sized and config.speculation is not None and config.speculation.method == "draft_model":
+    method = None if config.speculation is None else config.speculation.method
+    if on_gpu and not sized and method not in (None, "ngram"):
         yield (
-            "speculative_config: on a GPU, method='draft_model' needs kv_cache_gib or num_gpu_blocks_override, so that "
-            "there is memory left for the draft model"
+            f"speculative_config: on a GPU, method={method!r} needs kv_cache_gib or num_gpu_blocks_override, so that "
+            f"there is memory left for the {'pages of the head' if method in HEADS else 'draft model'}"
         )
 
 
@@ -75,6 +77,8 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield f"enable_lora does not work with the experts of {path}, whose matrices are transposed in files"
     if model_config.state and config.enable_lora:
         yield f"enable_lora does not work here: {path} has layers with a state"
+    if (speculation := config.speculation) is not None and speculation.method in HEADS:
+        yield from _refused_by_head(config, model_config, path, f"speculative_config: method={speculation.method!r}")
     if model_config.encoded_positions:
         yield from _refused_by_encoder(config, model_config, path)
     if model_config.mixer.get("input_size"):  # of Gemma 4: inputs of layers
@@ -87,6 +91,18 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
         yield f"enable_expert_parallel=True, but {path} has no experts"
 
 
+def _refused_by_head(config: EngineConfig, model_config: ModelConfig, path: Path, option: str) -> Iterator[str]:
+    """What does not fit a head that makes drafts."""
+    if model_config.model_impl == "transformers":
+        yield f"{option} does not work with model_impl='transformers': its modules keep their hidden states"
+    if model_config.mixer.get("input_size"):
+        yield f"{option} does not work with {path}: its layers hand on more than hidden states"
+    if None not in model_config.sliding_windows:
+        yield f"{option} does not work with {path}: a head needs pages that some layer has without a window"
+    if config.load_format == "dummy" and option.endswith("'mtp'"):
+        yield f"{option} and load_format='dummy' exclude each other: there are no files with a head"
+
+
 def _refused_by_encoder(config: EngineConfig, model_config: ModelConfig, path: Path) -> Iterator[str]:
     """What does not fit a model whose decoder attends to what an encoder has read."""
     if model_config.pooling is not None:
@@ -95,7 +111,7 @@ def _refused_by_encoder(config: EngineConfig, model_config: ModelConfig, path: P
         yield f"pipeline_parallel_size={config.pipeline_parallel_size} does not work with the encoder of {path}"
     for name in config.given("enable_prompt_embeds", "enable_prompt_adapter"):
         yield f"{name} does not work with {path}: an encoder reads its prompts"
-    if config.speculation is not None and config.speculation.method == "draft_model":
-        yield f"speculative_config: method='draft_model' does not work with {path}: a draft model has no encoder"
+    if (speculation := config.speculation) is not None and speculation.method != "ngram":
+        yield f"speculative_config: method={speculation.method!r} does not work with {path}: no draft knows its encoder"
     if config.kv_cache_dtype != "auto":
         yield f"kv_cache_dtype={config.kv_cache_dtype!r} does not work with the encoder of {path}"

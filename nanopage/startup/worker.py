@@ -16,6 +16,7 @@ from nanopage.adapters.worker import attach_adapters
 from nanopage.audio import WHISPER
 from nanopage.audio.mel import NUM_TIMESTAMPS
 from nanopage.audio.sampler import TranscriptSampler
+from nanopage.checks.speculation import HEADS
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot import Compiled
@@ -35,6 +36,8 @@ from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
 from nanopage.pooling.encode import Encode
+from nanopage.speculation.head_files import open_head
+from nanopage.speculation.head_worker import attach_head
 from nanopage.standby.worker import WorkerStandby
 from nanopage.startup.invariant import why_not_invariant
 from nanopage.startup.options import refused
@@ -106,6 +109,9 @@ def build_worker(
         setup, decoder = load_decoder(setup, on_progress)
         wings.standby = WorkerStandby(decoder, load=None)
         return Worker(setup, decoder, wings, agree)
+    head = None
+    if config.speculation is not None and config.speculation.method in HEADS:
+        head = open_head(config.speculation, model_config, checkpoint)
     model, wings.stored_as, product = _load(setup, checkpoint, part, on_progress)
     wings.standby = WorkerStandby(model, partial(_load_others, setup, part))
     if (quantized := model_config.quantization) is not None and wings.stored_as != BLOCKS:
@@ -142,7 +148,11 @@ def build_worker(
         if config.batch_invariant and why:
             raise ValueError(f"batch_invariant=True does not work with {path}: steps would run {why}")
         wings.compiled = why or compiled
+    if head is not None:
+        attach_head(setup, head, model, wings)
     worker = Worker(setup, model, wings, agree)
+    if wings.heads is not None:
+        wings.heads.start(worker)
     if model_config.architecture == WHISPER and model_config.vocab_size > NUM_TIMESTAMPS:
         worker.runner.sampler = TranscriptSampler(worker.runner.table, worker.runner.sampler.sample_all)
     return worker

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from draft_heads import TAPS, save_eagle
 from filelock import FileLock
 from gguf import GGMLQuantizationType as Kind
 from helpers import (
@@ -602,6 +603,14 @@ def test_a_prompt_in_chunks_of_which_most_sample_nothing(model, directory):
     engines = [engine_of(model, max_num_batched_tokens=5, enforce_eager=eager) for eager in (True, False)]
     assert [bool(compiled_in(engine)) for engine in engines] == [False, True]
     assert run(engines[0]) == run(engines[1])
+
+
+def test_a_head_reads_the_states_of_compiled_layers(model, directory, tmp_path):
+    head = save_eagle(tmp_path, 64, vocab_size=FILLING, **{TAPS: [0, 1, 2]})
+    speculation = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    engine = engine_of(model, speculative_config=speculation)
+    assert compiled_in(engine)
+    assert run(engine) == run(engine_of(model)) and engine.executor.worker.wings.heads.works
 
 
 def test_there_is_a_file_for_each_kind_of_step_not_for_each_layer_or_window(directory):

@@ -13,7 +13,7 @@ from helpers import VOCAB_SIZE, tiny_model
 
 from nanopage import EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
 from nanopage.build import build_engine
-from nanopage.checks.speculation import SpeculativeConfig
+from nanopage.checks.speculation import MOST_ROWS, SpeculativeConfig
 from nanopage.engine.schedule import Schedule, Wait
 from nanopage.engine.sequence import Sequence, SequenceGroup
 from nanopage.outputs import StepStats
@@ -22,7 +22,6 @@ from nanopage.speculation.lookup import (
     FORGET_AFTER,
     LOSS_PER_STEP,
     MOST_LOSS,
-    MOST_ROWS,
     Acceptance,
     DraftGains,
     NgramDrafter,
