@@ -20,10 +20,9 @@ from nanopage.server.adapters import LoadBody, UnloadBody, path_of
 from nanopage.server.audio import add_audio
 from nanopage.server.chat import Chat
 from nanopage.server.completions import Completions
-from nanopage.server.errors import ApiError, invalid, json_response, unsupported
+from nanopage.server.errors import ApiError, ClientGoneError, add_handlers, invalid, json_response, unsupported
 from nanopage.server.fields import ignored_header
 from nanopage.server.generation import too_long
-from nanopage.server.handlers import add_handlers
 from nanopage.server.json_body import JsonRoute
 from nanopage.server.live_view import VIEW_PATHS, add_view
 from nanopage.server.message_body import OF_TEMPLATES, CountBody, MessagesBody
@@ -64,7 +63,7 @@ from nanopage.server.shapes import (
 )
 from nanopage.server.sleep import SLEEP_PATHS, add_sleep
 from nanopage.server.state import ServerState
-from nanopage.server.streaming import GONE, PING, ClientGoneError, EventStream, unless_gone
+from nanopage.server.streaming import GONE, PING, EventStream, unless_gone
 from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
 from nanopage.text.prompts import PromptTooLongError

@@ -22,13 +22,13 @@ from nanopage.audio.formats import FORMATS, as_json, as_verbose_json
 from nanopage.audio.languages import language_code
 from nanopage.audio.rules import read_speech_tokens
 from nanopage.audio.transcription import Options, Transcription
-from nanopage.server.errors import ApiError, invalid, json_response, unsupported
+from nanopage.server.errors import ApiError, ClientGoneError, invalid, json_response, unsupported
 from nanopage.server.fields import WITHOUT_EFFECT, ignored_header
 from nanopage.server.middleware import AUDIO_PATHS
 from nanopage.server.protocol import CommonBody
 from nanopage.server.shapes import TranscriptEvent, TranscriptReply, replies
 from nanopage.server.state import ServerState
-from nanopage.server.streaming import GONE, ClientGoneError, EventStream, unless_gone
+from nanopage.server.streaming import GONE, EventStream, unless_gone
 
 logger, calls = logging.getLogger("nanopage"), logging.getLogger("nanopage.calls")
 

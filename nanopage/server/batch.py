@@ -28,10 +28,9 @@ from nanopage.server.in_process import post
 from nanopage.server.option_sources import add_config_option, read_options
 from nanopage.server.options import Model, add_model_options
 from nanopage.server.state import ServerState
-from nanopage.terminal.log import say_log
 from nanopage.terminal.signals import orderly_exit
 from nanopage.terminal.spinner import spinner
-from nanopage.terminal.text import say, stderr
+from nanopage.terminal.text import say, say_log, stderr
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
 from nanopage.vllm.metrics import Counter
 

@@ -11,10 +11,8 @@ from nanopage.grammar.tool_pieces import Call, Content, Piece, Reasoning, Reply
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.server.adapters import AnyServed
-from nanopage.server.beams import read_search
-from nanopage.server.choices import Change, changes, usage
 from nanopage.server.errors import ApiError
-from nanopage.server.generation import Generation, start
+from nanopage.server.generation import Change, Generation, changes, read_search, start, usage
 from nanopage.server.images import load_images, text_of
 from nanopage.server.logprobs import chat_logprobs, prompt_logprobs
 from nanopage.server.protocol import ChatBody

@@ -1,23 +1,28 @@
 """POST /v1/completions."""
 
+import base64
+import binascii
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.inputs import list_prompts
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import AnyServed
-from nanopage.server.beams import read_search
-from nanopage.server.choices import changes, usage
-from nanopage.server.embeds import EncodedEmbeds, encoded_prompts
 from nanopage.server.errors import ApiError
-from nanopage.server.generation import Generation, prompt_room, start, too_long
+from nanopage.server.generation import Generation, changes, prompt_room, read_search, start, too_long, usage
 from nanopage.server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from nanopage.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 from nanopage.text.prompts import PromptTooLongError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_PROMPTS = 1024  # in one call
 MAX_CHOICES = 4096  # prompts * n
@@ -26,6 +31,32 @@ FILL_IN_THE_MIDDLE = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
 )
+
+
+@dataclass(frozen=True)
+class EncodedEmbeds:
+    """A prompt that is not decoded yet. Its size is limited by that of a body (middleware.py)."""
+
+    text: str
+    hidden_size: int
+
+    def __len__(self) -> int:
+        """An estimate of its tokens: two bytes for each number."""
+        return len(self.text) * 3 // 4 // (2 * self.hidden_size) + 1
+
+    def decode(self) -> "Tensor":
+        """The tensor, of any shape and dtype: the engine checks it. Raises: ValueError."""
+        from safetensors.torch import load  # imports torch
+
+        try:
+            tensors = load(base64.b64decode(self.text, validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"prompt_embeds is not base64: {error}") from None
+        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:  # KeyError: a dtype that torch lacks
+            raise ValueError(f"prompt_embeds is not a safetensors file: {str(error)[:200]}") from None
+        if len(tensors) != 1:
+            raise ValueError(f"prompt_embeds has {len(tensors)} tensors: give one")
+        return next(iter(tensors.values()))
 
 
 class Completions:
@@ -200,4 +231,15 @@ def read_prompts(prompt: str | list, field: str = "prompt") -> list[str | list[i
         raise ApiError(400, f"{field} is empty", param=field)
     if len(prompts) > MAX_PROMPTS:
         raise ApiError(400, f"{field} has {len(prompts):,} prompts: at most {MAX_PROMPTS:,}", param=field)
+    return prompts
+
+
+def encoded_prompts(llm: AsyncLLM, embeds: str | list[str]) -> list[EncodedEmbeds]:
+    """The prompts in the field. Raises: ApiError."""
+    if "prompt_embeds" not in llm.engine.input_processor.prompts.item_readers:
+        raise ApiError(400, "prompt_embeds needs --enable-prompt-embeds", param="prompt_embeds", code="not_enabled")
+    size = llm.engine.model_config.hidden_size
+    prompts = [EncodedEmbeds(text, size) for text in ([embeds] if isinstance(embeds, str) else embeds)]
+    if not prompts:
+        raise ApiError(400, "prompt_embeds is empty", param="prompt_embeds")
     return prompts

@@ -3,11 +3,18 @@ Anthropic's clients expect them: {"type": "error", "error": {"type", "message"}}
 
 import itertools
 import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+from nanopage.aio.async_llm import EngineDeadError
+from nanopage.outputs import EngineAsleepError
 
 UNION_MEMBERS = ("str", "list[str]", "list[int]", "list[list[int]]")  # as pydantic names them in an error's path
 MAX_MESSAGE = 1000  # characters, because a message may quote what the client sent
@@ -19,6 +26,10 @@ ANTHROPIC_TYPES = TYPES | {
     413: "request_too_large",
     503: "overloaded_error",
 }
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection."""
 
 
 class ApiError(Exception):
@@ -107,3 +118,48 @@ def _is_union_member(part: str | int) -> bool:
 def from_http(error: HTTPException) -> ApiError:
     """An error of the framework, such as an unknown path."""
     return ApiError(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
+
+
+def renamed(error: ApiError, places: Mapping[str, str], names: Sequence[tuple[str, str]]) -> ApiError:
+    """An error whose message and `param` have the endpoint's names of the fields.
+
+    Args:
+        places: the paths of messages and their parts in the chat, and their places in the body. Has "messages".
+        names: regular expressions of other names, and what replaces them.
+    """
+
+    def rename(text: str) -> str:
+        if match := re.match(r"messages[\w.\[\]']*", text):
+            path = re.sub(r"\['(\w+)'\]", r".\1", match[0])
+            known = max((name for name in places if re.match(re.escape(name) + r"(?!\w)", path)), key=len)
+            text = places[known] + path[len(known) :] + text[match.end() :]
+        for pattern, replacement in names:
+            text = re.sub(pattern, replacement, text)
+        return text
+
+    message, error.param = rename(str(error)), error.param and rename(error.param)
+    error.args = (message,)
+    return error
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Make an error reply of every exception."""
+    errors: dict[type[Exception], Callable[[Any], ApiError]] = {
+        ApiError: lambda error: error,
+        EngineAsleepError: lambda error: ApiError(503, str(error), code="asleep", retry_after=30),
+        EngineDeadError: lambda error: ApiError(503, str(error), code="engine_dead", retry_after=30),
+        RequestValidationError: from_validation,
+        HTTPException: from_http,
+        Exception: lambda _: internal_error(),
+    }
+    for kind, make_error in errors.items():
+        app.add_exception_handler(kind, partial(_reply, make_error))
+    app.add_exception_handler(ClientGoneError, _reply_to_nobody)
+
+
+async def _reply(make_error: Callable[[Any], ApiError], request: Request, error: Exception) -> Response:
+    return make_error(error).response(request.url.path)
+
+
+async def _reply_to_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it

@@ -5,18 +5,19 @@ import contextlib
 import logging
 import re
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nanopage.aio.async_llm import AsyncLLM, EngineDeadError, RequestStream
 from nanopage.items.soft_prompts import PromptAdapterRequest
-from nanopage.outputs import RequestOutput
+from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import BeamSearchParams, PoolingParams, SamplingParams
 from nanopage.server.adapters import AnyServed
 from nanopage.server.errors import ApiError
 from nanopage.server.formats import FIELD
-from nanopage.server.protocol import PoolingBody, SamplingBody
+from nanopage.server.protocol import OF_PARAMS, PoolingBody, SamplingBody
 from nanopage.text.prompts import PromptTooLongError
 
 logger = logging.getLogger("nanopage")
@@ -162,3 +163,91 @@ async def _read(index: int, stream: RequestStream, news: asyncio.Queue) -> None:
             await news.put((index, output))
     except EngineDeadError as error:
         await news.put((index, error))
+
+
+@dataclass(slots=True)
+class Change:
+    """What is new in one choice.
+
+    index: the index of the choice, prompt * n + completion.
+    completion: its `delta` is the text.
+    num_seen: the number of output tokens in earlier changes.
+    """
+
+    index: int
+    output: RequestOutput
+    completion: CompletionOutput
+    num_seen: int
+
+
+async def changes(generation: Generation, n: int, copies: int) -> AsyncIterator[Change]:
+    """The changes of all choices as they come. The last one of a choice has a `finish_reason`.
+
+    Args:
+        n: the number of completions of a prompt.
+        copies: the number of choices that each completion stands for.
+    """
+    num_seen: defaultdict[int, int] = defaultdict(int)  # of each completion
+    finished = set()
+    async for prompt, output in generation:
+        for completion in output.outputs:
+            number = prompt * n + completion.index
+            if number in finished or not (completion.delta or completion.finish_reason):
+                continue
+            for copy in range(copies):
+                yield Change(number * copies + copy, output, completion, num_seen[number])
+            num_seen[number] = len(completion.token_ids)
+            if completion.finish_reason is not None:
+                finished.add(number)
+
+
+def usage(outputs: Iterable[RequestOutput], copies: int = 1, num_dropped: int = 0) -> dict:
+    """The tokens of a call. A prompt counts once, whatever the number of its completions.
+
+    Args:
+        num_dropped: output tokens of each completion that the client did not ask for.
+    """
+    outputs = list(outputs)
+    num_prompt = sum(len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids or ()) for output in outputs)
+    num_output = sum(len(c.token_ids) - num_dropped for output in outputs for c in output.outputs) * copies
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+WITHOUT_EFFECT = ("seed", "skip_special_tokens", "stop_in_reasoning")  # on which completions are the best
+NEUTRAL = {"temperature": (0, 1), "top_k": (0, -1)}  # besides the default
+
+
+def read_search(body: SamplingBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams | None:
+    """The search that a body asks for. None: it asks for samples.
+
+    Args: params: the body's.
+    Raises: ApiError for a field that a search does not have, or that is out of range.
+    """
+    if not body.use_beam_search:
+        if body.length_penalty != 1:
+            raise ApiError(400, "length_penalty needs use_beam_search=true", param="length_penalty")
+        return None
+    plain = SamplingParams()
+    for name in (*OF_PARAMS, "best_of", "logprobs", "prompt_logprobs", "stream"):
+        value = getattr(body, name)
+        is_plain = name in WITHOUT_EFFECT or value in (None, [], {}) or value is False
+        if not (is_plain or value in NEUTRAL.get(name, ()) or value == getattr(plain, name, None)):
+            raise ApiError(400, f"{name} and use_beam_search exclude each other", param=name)
+    if params.structured_outputs is not None:
+        message = "use_beam_search: completions with a form, or with calls that must follow a schema, are sampled"
+        raise ApiError(400, message, param="use_beam_search")
+    try:
+        return BeamSearchParams(
+            body.n,
+            max_tokens=params.max_tokens or max_model_len,
+            length_penalty=body.length_penalty,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+    except (ValueError, TypeError) as error:
+        raise body.invalid(error) from None

@@ -11,13 +11,11 @@ from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import AnyServed
 from nanopage.server.chat import Chat
-from nanopage.server.choices import changes
-from nanopage.server.errors import ApiError, unsupported
-from nanopage.server.generation import Generation
+from nanopage.server.errors import ApiError, renamed, unsupported
+from nanopage.server.generation import Generation, changes
 from nanopage.server.json_body import read_json
 from nanopage.server.message_body import Conversation, MessagesBody, chat_tool_choice, chat_tools
 from nanopage.server.protocol import ChatBody, CommonBody
-from nanopage.server.renames import renamed
 from nanopage.server.tools import ToolOptions
 from nanopage.text.reasoning import knows_reasoning
 

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import urllib.parse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -33,13 +34,13 @@ from nanopage.server.errors import ApiError, json_response
 from nanopage.server.json_body import read_json
 from nanopage.server.metrics import CONTENT_TYPE, Page, merge, relabel
 from nanopage.server.middleware import AUDIO_PATHS
-from nanopage.server.model_options import weight_bytes
 from nanopage.server.model_process import Call, ModelProcess, environment
 from nanopage.server.relay import HEADERS, POSTS, TEXT_PATHS, Calls, Reply
 from nanopage.server.residents import GIB, Resident, Residents
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import KEEP_ALIVE_SECONDS, PING
 from nanopage.weights import hub
+from nanopage.weights.inventory import bytes_of_weights, stored_models
 
 logger = logging.getLogger("nanopage")
 
@@ -268,6 +269,15 @@ class Models:
         if (heard := engines.pop(HEARD, None)) is not None:
             self.state.transcribed_seconds = sum(sample.value for sample in heard.samples)
         return Page(self.state, [*found, *engines.values()]).text()
+
+
+def weight_bytes(path: str) -> int:
+    """Bytes of a model's files of weights; 0 if they have not been fetched yet."""
+    place = Path(os.path.expanduser(path))
+    if not place.exists():
+        stored = (each for each in stored_models() if path.lower() in (each.id.lower(), each.name.lower()))
+        place = next((each.directory for each in stored), place)
+    return bytes_of_weights(place)
 
 
 async def _read_body(path: str, scope: Scope, body: bytes) -> tuple[str | None, bool]:

@@ -11,11 +11,9 @@ from nanopage.outputs import CompletionOutput, RequestOutput
 from nanopage.params import SamplingParams
 from nanopage.server.adapters import AnyServed
 from nanopage.server.chat import Chat
-from nanopage.server.choices import changes
-from nanopage.server.errors import ApiError, unsupported
-from nanopage.server.generation import Generation
+from nanopage.server.errors import ApiError, renamed, unsupported
+from nanopage.server.generation import Generation, changes
 from nanopage.server.protocol import ChatBody, CommonBody, ResponsesBody
-from nanopage.server.renames import renamed
 from nanopage.server.templates import TEMPLATE_FIELDS, template_kwargs
 from nanopage.server.tools import ToolOptions
 

@@ -23,10 +23,16 @@ from nanopage.server.app import create_app, guard
 from nanopage.server.connection import Connection
 from nanopage.server.live_view import LiveView
 from nanopage.server.middleware import LOCAL_HOSTS, ORIGIN, share_with
-from nanopage.server.model_options import add_models_options, named_models
 from nanopage.server.one_engine import OneEngine
 from nanopage.server.option_sources import add_config_option, read_options, unknown_variables
-from nanopage.server.options import SECONDS_TO_CLOSE, Model, add_model_options, positive
+from nanopage.server.options import (
+    SECONDS_TO_CLOSE,
+    Model,
+    add_model_options,
+    add_models_options,
+    named_models,
+    positive,
+)
 from nanopage.server.running import Server
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanopage.aio.async_llm import EngineDeadError
-from nanopage.server.errors import ApiError, internal_error
+from nanopage.server.errors import ApiError, ClientGoneError, internal_error
 
 logger = logging.getLogger("nanopage")
 
@@ -27,10 +27,6 @@ PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # what /v1/messages has instea
 GONE = "cut off"  # how a stream ends if its client goes away
 
 T = TypeVar("T")
-
-
-class ClientGoneError(Exception):
-    """The client has closed its connection."""
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

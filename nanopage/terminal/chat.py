@@ -150,8 +150,7 @@ def converse(
         changes: go on with the last conversation, with these changes of its settings; None begins a new one.
         program: the command with which the user can start the program again.
     """
-    from nanopage.terminal.kept import Kept, may_keep
-    from nanopage.terminal.session import state_directory
+    from nanopage.terminal.session import Kept, may_keep, state_directory
 
     kept = Kept(state_directory() / "conversations") if may_keep() else None
     last = None

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanopage.terminal.images import Images, check_sight, images_of
-from nanopage.terminal.kept import Kept
 from nanopage.terminal.prompt import Prompt, unquoted
 from nanopage.terminal.reply import Model, Reply, Request, generate, show_again, shows_markdown
-from nanopage.terminal.session import SETTINGS, Session, nearest, state_directory
+from nanopage.terminal.session import SETTINGS, Kept, Session, nearest, state_directory
 from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.text import describe_error, say
 

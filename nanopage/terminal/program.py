@@ -4,9 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from nanopage.terminal.log import say_log
 from nanopage.terminal.signals import leave_on_interrupt, orderly_exit, raise_on_interrupt
-from nanopage.terminal.text import describe_error, discard, open_missing_streams, say_error
+from nanopage.terminal.text import describe_error, discard, open_missing_streams, say_error, say_log
 
 
 def run(app: Callable[[], int], answers: bool = True) -> int:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from nanopage.params import SamplingParams
 from nanopage.terminal.guard import LoopGuard
-from nanopage.terminal.log import held_log
 from nanopage.terminal.signals import Interrupt
-from nanopage.terminal.text import printable
+from nanopage.terminal.text import held_log, printable
 
 if TYPE_CHECKING:
     from nanopage.grammar.tool_pieces import ToolCall

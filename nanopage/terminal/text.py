@@ -4,6 +4,7 @@ Imports nothing of the engine.
 """
 
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -125,3 +126,40 @@ def terminal_reflows() -> bool:
     if "STY" in os.environ:  # GNU screen does not rewrap rows, wherever it runs
         return False
     return bool(REFLOWING & os.environ.keys()) or os.environ.get("TERM_PROGRAM") in ("vscode", "Apple_Terminal")
+
+
+LOGGER = logging.getLogger("nanopage")
+
+
+class _Said(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(escaped(record.getMessage(), MAX_MESSAGE))
+
+
+class _Held(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def say_log(verbose: bool) -> None:
+    """Print these messages, or all messages if `verbose`, in place of the engine's own handler."""
+    handler = _Said()
+    handler.addFilter(lambda record: verbose or record.levelno >= logging.WARNING or hasattr(record, "for_user"))
+    LOGGER.handlers = [handler]
+
+
+@contextlib.contextmanager
+def held_log() -> Iterator[None]:
+    """Hold messages back until the block ends."""
+    handlers, held = LOGGER.handlers, _Held()
+    LOGGER.handlers = [held]
+    try:
+        yield
+    finally:
+        LOGGER.handlers = handlers
+        for record in held.records:
+            LOGGER.handle(record)

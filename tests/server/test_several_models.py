@@ -20,8 +20,8 @@ from server_process import serving
 
 from nanopage.server import model_process, models, residents, streaming
 from nanopage.server.app import guard
-from nanopage.server.model_options import named_models
 from nanopage.server.models import Models
+from nanopage.server.options import named_models
 from nanopage.server.serve import main, parser
 from nanopage.server.state import ServerState
 

@@ -22,11 +22,10 @@ from typer.testing import Result
 import nanopage.device
 from nanopage import LLM, SamplingParams
 from nanopage.terminal.chat import about_default
-from nanopage.terminal.log import held_log, say_log
 from nanopage.terminal.program import exit_code
 from nanopage.terminal.session import Session
 from nanopage.terminal.signals import orderly_exit
-from nanopage.terminal.text import say
+from nanopage.terminal.text import held_log, say, say_log
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "120"}

@@ -15,10 +15,9 @@ import nanopage.terminal.conversation
 from nanopage import LLM, SamplingParams
 from nanopage.terminal.commands import ALIASES, COMMANDS, WITH_ALIASES
 from nanopage.terminal.conversation import Conversation
-from nanopage.terminal.kept import Kept
 from nanopage.terminal.local import LocalModel, check_model
 from nanopage.terminal.reply import Reply, generate
-from nanopage.terminal.session import SETTINGS, Session
+from nanopage.terminal.session import SETTINGS, Kept, Session
 from nanopage.terminal.text import printable
 from nanopage.weights import hub
 

@@ -5,8 +5,7 @@ import stat
 import pytest
 
 from nanopage import SamplingParams
-from nanopage.terminal.kept import MOST, Kept, may_keep
-from nanopage.terminal.session import Session
+from nanopage.terminal.session import MOST, Kept, Session, may_keep
 
 
 def session(*turns: str) -> Session:

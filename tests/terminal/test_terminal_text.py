@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 
 from nanopage.terminal import text
-from nanopage.terminal.log import LOGGER, say_log
-from nanopage.terminal.text import describe_error, printable, say, say_error, say_table, terminal_reflows
+from nanopage.terminal.text import (
+    LOGGER,
+    describe_error,
+    printable,
+    say,
+    say_error,
+    say_log,
+    say_table,
+    terminal_reflows,
+)
 
 ROOT = Path(__file__).parents[2]
 ESCAPES = "\x1b]0;owned\x07 \x1b[2J\x9b31m \x7f\x08\x00 \r\udc9b"
