@@ -1,6 +1,7 @@
 """The adapters of a server, LoRA and soft prompts: clients see each one as a separate model. POST
 /v1/load_lora_adapter and /v1/unload_lora_adapter, as in vLLM."""
 
+import itertools
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -13,7 +14,6 @@ from nanopage.server.errors import ApiError
 
 MAX_ADAPTERS = 10_000
 MAX_NAME = 256  # characters
-
 
 AnyServed = LoRARequest | PromptAdapterRequest
 
@@ -40,13 +40,13 @@ class ServedAdapters:
 
     def __init__(self) -> None:
         self.requests: dict[str, AnyServed] = {}
-        self._next_id = 1
+        self._ids = itertools.count(1)
 
     def check(self, llm: AsyncLLM, name: str, path: str) -> LoRARequest:
         """Make an adapter, if its files fit the model. Reads the headers of the files. Raises: ValueError."""
         if not path:
             raise ValueError("lora_path is empty")
-        request = LoRARequest(name, self._take_id(), str(_directory("lora_path", path)))
+        request = LoRARequest(name, next(self._ids), str(_directory("lora_path", path)))
         _adapters(llm).check(request)
         return request
 
@@ -57,7 +57,7 @@ class ServedAdapters:
             _, count = read_kind(directory)
         except (ValueError, OSError) as error:
             raise ValueError(f"prompt adapter {name!r}: {error}") from None
-        request = PromptAdapterRequest(name, self._take_id(), str(directory), count)
+        request = PromptAdapterRequest(name, next(self._ids), str(directory), count)
         llm.engine.input_processor.prompts.read({"prompt_token_ids": [0], "prompt_adapter_request": request})
         return request
 
@@ -66,8 +66,7 @@ class ServedAdapters:
         if not llm.engine.config.enable_lora:
             raise ApiError(400, "adapters need --enable-lora", code="not_enabled")
         if not 0 < len(body.lora_name) <= MAX_NAME or not body.lora_name.isprintable():
-            message = f"lora_name must have 1 to {MAX_NAME} printable characters"
-            raise ApiError(400, message, param="lora_name")
+            raise ApiError(400, f"lora_name must have 1 to {MAX_NAME} printable characters", param="lora_name")
         if len(self.requests) >= MAX_ADAPTERS:
             raise ApiError(400, f"there are {MAX_ADAPTERS:,} adapters already", param="lora_name")
         self._check_free(model_names, body.lora_name)
@@ -91,10 +90,6 @@ class ServedAdapters:
         del self.requests[body.lora_name]
         _adapters(llm).forget(request.lora_int_id)
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
-
-    def _take_id(self) -> int:
-        self._next_id, number = self._next_id + 1, self._next_id
-        return number
 
     def _check_free(self, model_names: list[str], name: str) -> None:
         if name in self.requests or name in model_names:

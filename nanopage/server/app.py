@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 import nanopage
 from nanopage.aio.async_llm import AsyncLLM
 from nanopage.params import SamplingParams
+from nanopage.server import protocol, shapes
 from nanopage.server.adapters import LoadBody, UnloadBody, path_of
 from nanopage.server.audio import add_audio
 from nanopage.server.chat import Chat
@@ -28,42 +29,15 @@ from nanopage.server.live_view import VIEW_PATHS, add_view
 from nanopage.server.message_body import OF_TEMPLATES, CountBody, MessagesBody
 from nanopage.server.message_shapes import CountReply, MessageEvent, MessageReply, message_replies
 from nanopage.server.messages import Messages
-from nanopage.server.metrics import CONTENT_TYPE, Page
+from nanopage.server.metrics import metrics_reply
 from nanopage.server.middleware import OPEN_PATHS, Gate
 from nanopage.server.pages import page_reply
 from nanopage.server.pooling import PoolingCall, check_task, embeddings, rerank, score
-from nanopage.server.protocol import (
-    Body,
-    ChatBody,
-    CommonBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    PoolingBody,
-    RerankBody,
-    ResponsesBody,
-    SamplingBody,
-    ScoreBody,
-    TokenizeBody,
-)
 from nanopage.server.responses import Responses
-from nanopage.server.shapes import (
-    ChatChunk,
-    ChatReply,
-    CompletionReply,
-    ErrorReply,
-    ListReply,
-    ModelCard,
-    ModelList,
-    RerankReply,
-    ResponsesEvent,
-    ResponsesReply,
-    TokenizeReply,
-    replies,
-)
+from nanopage.server.shapes import replies
 from nanopage.server.sleep import SLEEP_PATHS, add_sleep
 from nanopage.server.state import ServerState
-from nanopage.server.streaming import GONE, PING, EventStream, unless_gone
+from nanopage.server.streaming import GONE, PING, EventStream, unless_gone, whole_reply
 from nanopage.server.templates import chat_prompt, template_kwargs
 from nanopage.server.tools import ToolOptions, read_tool_use
 from nanopage.text.prompts import PromptTooLongError
@@ -87,32 +61,17 @@ def create_app(
     hosts: list[str] | None = None,
     public_metrics: bool = False,
     root_path: str = "",
+    routes: FastAPI | None = None,
+    app: ASGIApp | None = None,
 ) -> Gate:
-    """The server as an ASGI application.
+    """The server as an ASGI application, behind keys and limits.
 
     Args:
         api_keys, hosts, root_path: as in Gate.
         public_metrics: /metrics needs no key.
+        routes, app: what answers for engines in other processes, `app`, and its routes, which metrics tell apart.
     """
-    return guard(create_routes(state), state, api_keys, hosts, public_metrics, root_path)
-
-
-def guard(
-    routes: FastAPI,
-    state: ServerState,
-    api_keys: list[str] | None,
-    hosts: list[str] | None,
-    public_metrics: bool,
-    root_path: str,
-    app: ASGIApp | None = None,
-) -> Gate:
-    """An application behind keys and limits.
-
-    Args:
-        routes: the application with the paths that the metrics tell apart.
-        api_keys, hosts, public_metrics, root_path: as in `create_app`.
-        app: the application that answers. None: `routes`.
-    """
+    routes = routes or create_routes(state)
     paths = [route.path for route in routes.routes if hasattr(route, "path")]
     open_paths = [*OPEN_PATHS, *(["/metrics"] if public_metrics else []), *(["/view"] if state.view else [])]
     options = paths, open_paths, root_path, state.sees_images
@@ -126,59 +85,59 @@ def create_routes(state: ServerState) -> FastAPI:
         version=nanopage.__version__,
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
-        responses={"default": {"model": ErrorReply, "description": "An error"}},
+        responses={"default": {"model": shapes.ErrorReply, "description": "An error"}},
     )
     app.router.route_class = JsonRoute
 
-    @app.post("/v1/chat/completions", responses=replies(ChatReply, ChatChunk))
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await _generate(state, request, body, partial(Chat, options=state.tool_options))
+    @app.post("/v1/chat/completions", responses=replies(shapes.ChatReply, shapes.ChatChunk))
+    async def chat_completions(body: protocol.ChatBody, request: Request) -> Response:
+        return await _generate(state, request, body, Chat)
 
-    @app.post("/v1/completions", responses=replies(CompletionReply, CompletionReply))
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    @app.post("/v1/completions", responses=replies(shapes.CompletionReply, shapes.CompletionReply))
+    async def completions(body: protocol.CompletionBody, request: Request) -> Response:
         return await _generate(state, request, body, Completions)
 
-    @app.post("/v1/responses", responses=replies(ResponsesReply, ResponsesEvent))
-    async def responses(body: ResponsesBody, request: Request) -> Response:
-        return await _generate(state, request, body, partial(Responses, options=state.tool_options))
+    @app.post("/v1/responses", responses=replies(shapes.ResponsesReply, shapes.ResponsesEvent))
+    async def responses(body: protocol.ResponsesBody, request: Request) -> Response:
+        return await _generate(state, request, body, Responses)
 
     @app.post("/v1/messages", responses=message_replies(MessageReply, MessageEvent))
     async def messages(body: MessagesBody, request: Request) -> Response:
-        return await _generate(state, request, body, partial(Messages, options=state.tool_options))
+        return await _generate(state, request, body, Messages)
 
     @app.post("/v1/messages/count_tokens", responses=message_replies(CountReply))
     async def count_tokens(body: CountBody, request: Request) -> Response:
         llm, name = state.require(), state.model_name(body.model)
         check_task(llm, name, request.url.path, body)
         headers = ignored_header(_find_ignored(state, llm, body))
-        count = await Messages(llm, body, name, options=state.tool_options).count()
+        count = await Messages(state, body).count()
         return json_response({"input_tokens": count}, headers=headers)
 
-    @app.post("/v1/embeddings", responses=replies(ListReply))
-    async def create_embeddings(body: EmbeddingBody, request: Request) -> Response:
+    @app.post("/v1/embeddings", responses=replies(shapes.ListReply))
+    async def create_embeddings(body: protocol.EmbeddingBody, request: Request) -> Response:
         return await _generate(state, request, body, embeddings)
 
-    @app.post("/v1/score", responses=replies(ListReply))
-    @app.post("/score", responses=replies(ListReply))
-    async def create_scores(body: ScoreBody, request: Request) -> Response:
+    @app.post("/v1/score", responses=replies(shapes.ListReply))
+    @app.post("/score", responses=replies(shapes.ListReply))
+    async def create_scores(body: protocol.ScoreBody, request: Request) -> Response:
         return await _generate(state, request, body, score)
 
-    @app.post("/v1/rerank", responses=replies(RerankReply))
-    @app.post("/v2/rerank", responses=replies(RerankReply))
-    @app.post("/rerank", responses=replies(RerankReply))
-    async def create_ranks(body: RerankBody, request: Request) -> Response:
+    @app.post("/v1/rerank", responses=replies(shapes.RerankReply))
+    @app.post("/v2/rerank", responses=replies(shapes.RerankReply))
+    @app.post("/rerank", responses=replies(shapes.RerankReply))
+    async def create_ranks(body: protocol.RerankBody, request: Request) -> Response:
         return await _generate(state, request, body, rerank)
 
     add_audio(app, state)
 
-    @app.get("/v1/models", responses=replies(ModelList))
+    @app.get("/v1/models", responses=replies(shapes.ModelList))
     @app.get("/v1/models/", include_in_schema=False)
     async def models() -> Response:
         names = [*state.model_names, *state.adapters.requests]
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # Anthropic's
         return json_response({"object": "list", "data": [model_card(state, name) for name in names]} | ends)
 
-    @app.get("/v1/models/{name:path}", responses=replies(ModelCard))
+    @app.get("/v1/models/{name:path}", responses=replies(shapes.ModelCard))
     async def model(name: str) -> Response:
         return json_response(model_card(state, state.model_name(name)))
 
@@ -192,8 +151,8 @@ def create_routes(state: ServerState) -> FastAPI:
         async def unload_lora_adapter(body: UnloadBody) -> Response:
             return PlainTextResponse(state.adapters.unload(state.require(), body))
 
-    @app.post("/tokenize", responses=replies(TokenizeReply))
-    async def tokenize(body: TokenizeBody) -> Response:
+    @app.post("/tokenize", responses=replies(shapes.TokenizeReply))
+    async def tokenize(body: protocol.TokenizeBody) -> Response:
         llm = state.require()
         ignored = _find_ignored(state, llm, body)
         state.model_name(body.model)
@@ -206,7 +165,7 @@ def create_routes(state: ServerState) -> FastAPI:
         return json_response(reply, headers=ignored_header(ignored))
 
     @app.post("/detokenize", responses=replies(dict[Literal["prompt"], str]))
-    async def detokenize(body: DetokenizeBody) -> Response:
+    async def detokenize(body: protocol.DetokenizeBody) -> Response:
         llm, ignored = state.require(), body.check_unknown(state.strict_fields)
         state.model_name(body.model)
         vocab_size = llm.engine.model_config.vocab_size
@@ -243,7 +202,7 @@ def create_routes(state: ServerState) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(Page(state, state.metrics()).text(), media_type=CONTENT_TYPE)
+        return metrics_reply(state, state.metrics())
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -271,20 +230,18 @@ def create_routes(state: ServerState) -> FastAPI:
 async def _generate(
     state: ServerState,
     request: Request,
-    body: CommonBody | PoolingBody,
+    body: protocol.CommonBody | protocol.PoolingBody,
     kind: Callable[..., Chat | Completions | Responses | Messages | PoolingCall],
 ) -> Response:
     """Run a call that makes text or vectors: admit its requests, then stream or reply as a whole."""
-    started = time.perf_counter()
-    llm = state.require()
-    name = state.model_name(body.model)
-    check_task(llm, name, request.url.path, body)
+    started, llm = time.perf_counter(), state.require()
+    check_task(llm, state.model_name(body.model), request.url.path, body)
     headers = ignored_header(_find_ignored(state, llm, body))
-    if state.default_max_tokens is not None and isinstance(body, CommonBody):
+    if state.default_max_tokens is not None and isinstance(body, protocol.CommonBody):
         body.bound(state.default_max_tokens)
     if state.salt_per_key:
         body.cache_salt = f"{request.scope['nanopage.key']} {body.cache_salt or ''}"
-    call = kind(llm, body, name, state.adapters.requests.get(name))
+    call = kind(state, body)
     entering = [_size(prompt) for prompt in call.prompts]
     state.enter(llm, entering)
     state.num_active += 1
@@ -308,26 +265,24 @@ async def _generate(
             state.leave(entering)
     if state.tracer is not None:
         generation.on_finish = partial(state.tracer.record, params=call.params, headers=request.headers)
+    if body.stream and isinstance(call, Messages):
+        return EventStream(call.chunks(generation), ApiError.anthropic_body, headers, end, PING, b"")
     if body.stream and not isinstance(call, PoolingCall):
-        failed = call.failed if isinstance(call, Responses | Messages) else ApiError.body
-        ends = {"silence": PING, "done": b""} if isinstance(call, Messages) else {}
-        return EventStream(call.chunks(generation), failed, headers, end, **ends)
-    how = "complete"
-    try:
-        outputs = await unless_gone(request, generation.final())
+        failed = call.failed if isinstance(call, Responses) else ApiError.body
+        return EventStream(call.chunks(generation), failed, headers, end)
+
+    async def reply() -> Response:
+        outputs = await generation.final()
         # Log-probabilities may be megabytes of text.
         return await llm.in_thread(lambda: json_response(call.reply(outputs), headers=headers))
-    except BaseException as error:
-        how = GONE if isinstance(error, ClientGoneError) else f"ended by {type(error).__name__}"
-        raise
-    finally:
-        await end(how)
+
+    return await whole_reply(request, reply(), end)
 
 
-def _find_ignored(state: ServerState, llm: AsyncLLM, body: Body) -> list[str]:
+def _find_ignored(state: ServerState, llm: AsyncLLM, body: protocol.Body) -> list[str]:
     """The ignored fields to be listed. Raises: ApiError for a field that is refused."""
     ignored = body.check_unknown(state.strict_fields)
-    if isinstance(body, ChatBody | ResponsesBody | MessagesBody | TokenizeBody):
+    if isinstance(body, protocol.ChatBody | protocol.ResponsesBody | MessagesBody | protocol.TokenizeBody):
         names = OF_TEMPLATES if isinstance(body, MessagesBody) else {}
         ignored += [names.get(name, name) for name in template_kwargs(llm, body)[1]]
     if ignored and state.strict_fields:
@@ -342,12 +297,11 @@ def _size(prompt: Sized | dict) -> int:
     return len(prompt) // 4 + 1 if isinstance(prompt, str) else len(prompt)
 
 
-def _tokenize(llm: AsyncLLM, body: TokenizeBody, options: ToolOptions) -> list[int]:
+def _tokenize(llm: AsyncLLM, body: protocol.TokenizeBody, options: ToolOptions) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
     if body.messages is not None:
-        tools = read_tool_use(llm, body, options).offered
-        prompt = chat_prompt(llm, body, tools)
+        prompt = chat_prompt(llm, body, read_tool_use(llm, body, options).offered)
         if "multi_modal_data" not in prompt:
             return prompt["prompt_token_ids"]
         raise unsupported("messages", "images become tokens only in a call that makes text")
@@ -380,7 +334,8 @@ def model_card(state: ServerState, name: str) -> dict:
 def changed_defaults(llm: AsyncLLM) -> dict[str, Any]:
     """The parameters that the model's generation_config.json sets for requests that leave them out."""
     given, plain = asdict(llm.engine.default_sampling_params), asdict(SamplingParams())
-    return {name: value for name, value in given.items() if value != plain[name] and name in SamplingBody.model_fields}
+    shown = protocol.SamplingBody.model_fields
+    return {name: value for name, value in given.items() if name in shown and value != plain[name]}
 
 
 def _not_served(path: str, why: str) -> Callable:

@@ -28,7 +28,7 @@ from nanopage.server.middleware import AUDIO_PATHS
 from nanopage.server.protocol import CommonBody
 from nanopage.server.shapes import TranscriptEvent, TranscriptReply, replies
 from nanopage.server.state import ServerState
-from nanopage.server.streaming import GONE, EventStream, unless_gone
+from nanopage.server.streaming import GONE, EventStream, unless_gone, whole_reply
 
 logger, calls = logging.getLogger("nanopage"), logging.getLogger("nanopage.calls")
 
@@ -173,18 +173,7 @@ def _text(value: bytes | None, name: str) -> str:
         raise ApiError(400, f"{name[:50]} is not UTF-8", param=name) from None
 
 
-@dataclass
-class Call:
-    """A call that has been checked: its file is open. only_words: the reply has words, and no segments."""
-
-    job: Transcription
-    response_format: str
-    only_words: bool
-    streams: bool
-    ignored: list[str]
-
-
-def _open(state: ServerState, llm: AsyncLLM, request: Request, body: bytes) -> Call:
+def _open(state: ServerState, llm: AsyncLLM, request: Request, body: bytes) -> tuple[Transcription, Form]:
     """Check a call, and open its file. Runs in a thread. Raises: ApiError."""
     path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
     task = next(task for task, served in AUDIO_PATHS.items() if served == path)
@@ -199,18 +188,18 @@ def _open(state: ServerState, llm: AsyncLLM, request: Request, body: bytes) -> C
     tokens = read_speech_tokens(llm.engine)
     if task == "translate" and not tokens.languages:
         raise _not_served(f"The model {state.model_names[0]!r} knows English alone: it does not support {path}.")
-    response_format, streams, options = form.response_format(), form.streams, form.options(task)
+    form.response_format()  # raises what is wrong with it
+    options = form.options(task)
     salt = request.scope["nanopage.key"] if state.salt_per_key else ""
     try:
-        sound = Sound(form.files["file"], MAX_SECONDS)
+        sound = Sound(form.files.pop("file"), MAX_SECONDS)
         try:
-            job = Transcription(llm, tokens, sound, options, salt)
+            return Transcription(llm, tokens, sound, options, salt), form
         except ValueError as error:
             sound.close()
             raise invalid(error, ("language", "prompt")) from None
     except AudioError as error:
         raise _bad_file(error) from None
-    return Call(job, response_format, form.granularities == {"word"}, streams, form.ignored[:50])
 
 
 def _not_served(message: str) -> ApiError:
@@ -230,13 +219,13 @@ async def _transcribe(state: ServerState, request: Request) -> Response:
     entering = [llm.engine.max_model_len]
     state.enter(llm, entering)
     try:
-        call = await unless_gone(request, llm.in_thread(_open, state, llm, request, await request.body()))
+        job, form = await unless_gone(request, llm.in_thread(_open, state, llm, request, await request.body()))
     except ClientGoneError:
         state.num_disconnects += 1
         raise
     finally:
         state.leave(entering)
-    job, headers = call.job, ignored_header(call.ignored)
+    headers, wanted = ignored_header(form.ignored[:50]), form.response_format()
     state.num_active += 1
 
     async def end(how: str) -> None:
@@ -247,27 +236,20 @@ async def _transcribe(state: ServerState, request: Request) -> Response:
         calls.info(f"{path} {name}: {how} after {time.perf_counter() - started:.2f} s, {job.position:.1f} s of sound")
         await asyncio.to_thread(job.sound.close)
 
-    if call.streams:
+    if form.streams:
         return EventStream(_events(job), ApiError.body, headers, end)
-    how = "complete"
-    try:
-        await unless_gone(request, _finish(job))
-        if call.response_format in ("json", "verbose_json"):
-            made = as_json(job) if call.response_format == "json" else as_verbose_json(job)
-            if call.only_words:
-                del made["segments"]
-            return json_response(made, headers=headers)
-        return PlainTextResponse(FORMATS[call.response_format][1](job), headers=headers)
-    except BaseException as error:
-        how = GONE if isinstance(error, ClientGoneError) else f"ended by {type(error).__name__}"
-        raise
-    finally:
-        await end(how)
 
+    async def reply() -> Response:
+        async for _ in _events(job):
+            pass
+        if wanted not in ("json", "verbose_json"):
+            return PlainTextResponse(FORMATS[wanted][1](job), headers=headers)
+        made = as_json(job) if wanted == "json" else as_verbose_json(job)
+        if form.granularities == {"word"}:  # words, and no segments
+            del made["segments"]
+        return json_response(made, headers=headers)
 
-async def _finish(job: Transcription) -> None:
-    async for _ in _events(job):
-        pass
+    return await whole_reply(request, reply(), end)
 
 
 async def _events(job: Transcription) -> AsyncIterator[dict]:
@@ -284,7 +266,6 @@ async def _events(job: Transcription) -> AsyncIterator[dict]:
         raise
     except RuntimeError as error:
         logger.error(str(error))
-        raise ApiError(
-            500, "the sound could not be transcribed: the server's log says why", code="request_failed"
-        ) from None
+        message = "the sound could not be transcribed: the server's log says why"
+        raise ApiError(500, message, code="request_failed") from None
     yield {"type": "transcript.text.done"} | as_json(job)

@@ -25,7 +25,7 @@ from nanopage.aio.async_llm import AsyncLLM
 from nanopage.server.app import create_app
 from nanopage.server.batch_files import Line, LineError, OutputFile, name_of, open_input, read_line, read_lines
 from nanopage.server.in_process import post
-from nanopage.server.option_sources import add_config_option, read_options
+from nanopage.server.option_sources import read_options
 from nanopage.server.options import Model, add_model_options
 from nanopage.server.state import ServerState
 from nanopage.terminal.signals import orderly_exit
@@ -71,17 +71,14 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-i", "--input-file", required=True, metavar="FILE", help="JSON lines; - is stdin")
     parser.add_argument("-o", "--output-file", required=True, metavar="FILE", help="gets the replies; - is stdout")
-    add_config_option(parser)
     add_model_options(parser)
     EngineArgs.add_cli_args(parser.add_argument_group("engine"))
     return parser
 
 
 class BatchRun:
-    """A run over the lines of a file.
-
-    Args: app: the server's application, around `llm`. output: says which lines an earlier run has answered.
-    """
+    """A run over the lines of a file. Args: app: the server's application, around `llm`. output: says which lines an
+    earlier run has answered."""
 
     def __init__(self, app: ASGIApp, llm: AsyncLLM, source: BinaryIO, output: OutputFile):
         self.app, self.llm, self.source, self.output = app, llm, source, output
@@ -95,10 +92,8 @@ class BatchRun:
         self._started = time.monotonic()
 
     async def all(self) -> None:
-        """Answer all lines that have no answer yet.
-
-        Raises: ValueError if the output belongs to another input; EngineDeadError; OSError.
-        """
+        """Answer all lines that have no answer yet. Raises: ValueError if the output belongs to another input;
+        EngineDeadError; OSError."""
         status = os.fstat(self.source.fileno())
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())

@@ -4,91 +4,36 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Call, Content, Piece, Reasoning, Reply
 from nanopage.grammar.tool_reply import ReplyReader
 from nanopage.outputs import CompletionOutput, RequestOutput
-from nanopage.server.adapters import AnyServed
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Change, Generation, changes, read_search, start, usage
 from nanopage.server.images import load_images, text_of
 from nanopage.server.logprobs import chat_logprobs, prompt_logprobs
 from nanopage.server.protocol import ChatBody
+from nanopage.server.state import ServerState
 from nanopage.server.templates import chat_prompt
-from nanopage.server.tools import ToolOptions, ToolUse, find_wrong_tool, is_special, read_tool_use
+from nanopage.server.tools import ToolUse, find_wrong_tool, is_special, read_tool_use
 from nanopage.text.reasoning import END_THINK, THINK
-
-LOOK = 256  # characters that are read at a time to see whether a reply begins with reasoning
-
-
-@dataclass(slots=True)
-class Thinking:
-    """How much of a completion is reasoning. Each call looks only at new text, because every chunk may have usage.
-
-    reader: reads the text until it is certain whether there is reasoning; then None.
-    thinks: whether there is reasoning.
-    length: tokens up to `</think>`, once that has come.
-    """
-
-    reader: ReplyReader | None
-    thinks: bool = False
-    length: int | None = None
-    num_chars: int = 0  # characters that have been looked at
-    num_tokens: int = 0
-
-    def count(self, completion: CompletionOutput, end_id: int | None) -> int:
-        """The tokens of the reasoning so far.
-
-        Args:
-            completion: has at least the text and the tokens of the previous call.
-            end_id: the token `</think>`; None if that is several tokens.
-        """
-        if self.length is None:
-            new = completion.token_ids[self.num_tokens :]
-            self.length = self.num_tokens + new.index(end_id) + 1 if end_id in new else None
-            self.num_tokens = len(completion.token_ids)
-        if self.length is not None:
-            return self.length
-        while self.reader is not None and self.num_chars < len(completion.text):
-            self._look(self.reader.feed(completion.text[self.num_chars : self.num_chars + LOOK]))
-            self.num_chars += LOOK
-        self.num_chars = min(self.num_chars, len(completion.text))
-        if self.reader is not None and completion.finish_reason is not None:
-            self._look(self.reader.end())
-        return self.num_tokens if self.thinks else 0
-
-    def _look(self, pieces: list[Piece]) -> None:
-        if pieces:  # the first piece decides: reasoning comes before everything else
-            self.thinks, self.reader = isinstance(pieces[0], Reasoning), None
 
 
 class Chat:
-    """One call: its choices as a reply or as chunks.
+    """One call: its choices as a reply or as chunks. Args: state: the server's, with its engine. Raises: ApiError for
+    fields that are out of range or contradict each other."""
 
-    Args:
-        model: the name the client knows the model by.
-        adapter: the adapter that the engine adds to the model for this name.
-        options: how the server treats tools.
-
-    Raises: ApiError for fields that are out of range or contradict each other.
-    """
-
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        body: ChatBody,
-        model: str,
-        adapter: AnyServed | None = None,
-        options: ToolOptions | None = None,
-    ):
+    def __init__(self, state: ServerState, body: ChatBody):
         body.check()
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-        self.llm, self.body, self.model, self.adapter = llm, body, model, adapter
-        self.options = options or ToolOptions()
+        llm, self.model = state.require(), state.model_name(body.model)
+        self.llm, self.body, self.options = llm, body, state.tool_options
+        self.adapter = state.adapters.requests.get(self.model)
         self.use: ToolUse = read_tool_use(llm, body, self.options)
+        # The conversation and the tools, roughly, to estimate the length of the prompt.
+        self.prompts = ["".join([*text_of(body.messages), *(str(tool.describe()) for tool in self.use.offered)])]
         self.id, self.created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
         self.num_top = body.top_logprobs or 0
         logprobs = self.num_top if body.logprobs else None
@@ -103,18 +48,14 @@ class Chat:
         self.copies = body.n // self.params.n if self.search is None else 1
         self.outputs: list[RequestOutput] = []  # the request's latest output
         self.reasoning: bool | None = None  # as in ReplyReader
-        self.readers: dict[int, ReplyReader | None] = {}  # of each choice, while they stream
-        self.thinking: dict[int, Thinking] = {}  # of each completion
+        self.readers: dict[int, ReplyReader | None] = {}  # of each choice; of a whole reply, of each completion's first
+        self.thought: dict[int, int] = {}  # tokens of each completion up to `</think>`, once that has come
+        self.num_looked: defaultdict[int, int] = defaultdict(int)  # tokens of each in which `</think>` was looked for
         self.call_ids: defaultdict[tuple[int, int], str] = defaultdict(self._make_id)  # of (choice, call)
 
     def _make_id(self) -> str:
         assert self.use.format is not None
         return self.use.format.make_id()
-
-    @property
-    def prompts(self) -> list[str]:
-        """The conversation and the tools, roughly, to estimate its length."""
-        return ["".join([*text_of(self.body.messages), *(str(tool.describe()) for tool in self.use.offered)])]
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
@@ -145,19 +86,13 @@ class Chat:
         """All choices. Takes long if there are many log-probabilities."""
         self.outputs, choices = outputs, []
         for completion in self.outputs[0].outputs:
-            of_tokens = self._of_tokens(completion, 0)
+            of_tokens = self._of_tokens(completion, 0) | {"stop_reason": completion.stop_reason}
             whole, _ = self.read(completion)
+            reason = self._finish_reason(completion, bool(whole.calls))
             for copy in range(self.copies):
                 index = completion.index * self.copies + copy
-                choices.append(
-                    {
-                        "index": index,
-                        "message": self._message(index, whole),
-                        "finish_reason": self._finish_reason(completion, bool(whole.calls)),
-                        "stop_reason": completion.stop_reason,
-                    }
-                    | of_tokens
-                )
+                message = self._message(index, whole)
+                choices.append({"index": index, "message": message, "finish_reason": reason} | of_tokens)
         return self._envelope("chat.completion", choices) | self._of_prompt() | {"usage": self.usage()}
 
     async def chunks(self, generation: Generation) -> AsyncIterator[dict]:
@@ -168,8 +103,7 @@ class Chat:
             if not begun:
                 begun, self.outputs = True, [replace(change.output, outputs=[])]  # these chunks have no tokens
                 for index in range(self.body.n):
-                    role = self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
-                    yield role | self._of_prompt()
+                    yield self._chunk(index, {"role": "assistant", "content": "", "refusal": None}) | self._of_prompt()
             self.outputs = [change.output]
             of_tokens = self._of_tokens(change.completion, num_shown.get(change.index, 0))
             for piece in self.pieces(change):
@@ -182,11 +116,10 @@ class Chat:
 
     def read(self, completion: CompletionOutput) -> tuple[Reply, list[Piece]]:
         """A completion as a whole reply, and its parts in order."""
-        reader = self.use.make_reader(self.reasoning)
+        reader = self.readers[completion.index * self.copies] = self.use.make_reader(self.reasoning)
         if reader is None:
             return Reply(content=completion.text), [Content(completion.text)] if completion.text else []
-        pieces = reader.feed(completion.text) + reader.end()
-        return reader.whole, pieces
+        return reader.whole, reader.feed(completion.text) + reader.end()
 
     def pieces(self, change: Change) -> list[Piece]:
         """The new parts of a choice."""
@@ -204,14 +137,8 @@ class Chat:
         if whole.reasoning:
             message |= {"reasoning": whole.reasoning, "reasoning_content": whole.reasoning}
         if whole.calls:
-            message["tool_calls"] = [
-                {
-                    "id": self.call_ids[index, i],
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for i, call in enumerate(whole.calls)
-            ]
+            calls = enumerate(whole.calls)
+            message["tool_calls"] = [self._call(index, i, call.name, call.arguments) for i, call in calls]
         return message
 
     def _delta(self, index: int, piece: Piece) -> dict:
@@ -219,13 +146,13 @@ class Chat:
             return {"content": piece.text}
         if isinstance(piece, Reasoning):
             return {"reasoning": piece.text, "reasoning_content": piece.text}
-        call: dict = {"index": piece.index}
         if isinstance(piece, Call):
-            function = {"name": piece.name, "arguments": ""}
-            call |= {"id": self.call_ids[index, piece.index], "type": "function", "function": function}
-        else:
-            call["function"] = {"arguments": piece.text}
-        return {"tool_calls": [call]}
+            return {"tool_calls": [{"index": piece.index} | self._call(index, piece.index, piece.name, "")]}
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+    def _call(self, index: int, number: int, name: str, arguments: str) -> dict:
+        function = {"name": name, "arguments": arguments}
+        return {"id": self.call_ids[index, number], "type": "function", "function": function}
 
     def _finish_reason(self, completion: CompletionOutput, has_calls: bool) -> str | None:
         if not has_calls or completion.finish_reason != "stop":
@@ -259,12 +186,18 @@ class Chat:
         """The tokens of all completions up to `</think>`, if that is a single token."""
         if self.reasoning is None or self.llm.engine.tokenizer is None:
             return 0
-        end, total = self.llm.engine.tokenizer.backend.token_to_id(END_THINK), 0
-        for completion in (c for output in self.outputs for c in output.outputs):
-            if completion.index not in self.thinking:
-                self.thinking[completion.index] = Thinking(self.use.make_reader(self.reasoning))
-            total += self.thinking[completion.index].count(completion, end)
-        return total
+        end = self.llm.engine.tokenizer.backend.token_to_id(END_THINK)
+        return sum(self.count_thought(each, end) for output in self.outputs for each in output.outputs)
+
+    def count_thought(self, completion: CompletionOutput, end_id: int | None) -> int:
+        """The tokens of a completion's reasoning so far. Its text has been read. Args: end_id: the token `</think>`;
+        None if that is several tokens."""
+        index, ids = completion.index, completion.token_ids
+        num_looked, self.num_looked[index] = self.num_looked[index], len(ids)  # every chunk may have usage
+        if index not in self.thought and end_id in ids[num_looked:]:
+            self.thought[index] = ids.index(end_id, num_looked) + 1
+        reader = self.readers.get(index * self.copies)
+        return self.thought.get(index, len(ids) if reader is not None and reader.whole.reasoning else 0)
 
     def _of_prompt(self) -> dict:
         """What a client has asked to see of the prompt's tokens."""

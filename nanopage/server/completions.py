@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from nanopage.aio.async_llm import AsyncLLM
 from nanopage.inputs import list_prompts
 from nanopage.outputs import CompletionOutput, Logprob, RequestOutput
 from nanopage.params import SamplingParams
-from nanopage.server.adapters import AnyServed
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, changes, prompt_room, read_search, start, too_long, usage
 from nanopage.server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from nanopage.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
+from nanopage.server.state import ServerState
 from nanopage.text.prompts import PromptTooLongError
 
 if TYPE_CHECKING:
@@ -35,7 +34,8 @@ FILL_IN_THE_MIDDLE = (
 
 @dataclass(frozen=True)
 class EncodedEmbeds:
-    """A prompt that is not decoded yet. Its size is limited by that of a body (middleware.py)."""
+    """A prompt of `prompt_embeds` that is not decoded yet: base64 of a safetensors file with one tensor, never of a
+    pickle. Its size is limited by that of a body (middleware.py)."""
 
     text: str
     hidden_size: int
@@ -62,7 +62,8 @@ class EncodedEmbeds:
 class Completions:
     """One call: its choices as a reply or as chunks. Arguments and errors: as Chat."""
 
-    def __init__(self, llm: AsyncLLM, body: CompletionBody, model: str, adapter: AnyServed | None = None):
+    def __init__(self, state: ServerState, body: CompletionBody):
+        llm = state.require()
         body.check()
         for name in ("echo", "truncate_prompt_tokens"):
             if getattr(body, name) and body.suffix is not None:
@@ -70,7 +71,8 @@ class Completions:
             if getattr(body, name) and llm.engine.model_config.encoded_positions:
                 message = f"{name}: the output of an encoder-decoder model does not go on from a prompt"
                 raise ApiError(400, message, param=name)
-        self.llm, self.body, self.model, self.adapter = llm, body, model, adapter
+        self.llm, self.body, self.model = llm, body, state.model_name(body.model)
+        self.adapter = state.adapters.requests.get(self.model)
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         self.prompts = self._read_prompts()
         if len(self.prompts) * max(body.n, body.best_of or 1) > MAX_CHOICES:
@@ -98,15 +100,20 @@ class Completions:
         self.outputs: dict[int, RequestOutput] = {}  # each prompt's latest output
 
     def _read_prompts(self) -> list[str | list[int] | EncodedEmbeds]:
-        body = self.body
-        if body.prompt_embeds is None and body.prompt is not None:
+        body, embeds = self.body, self.body.prompt_embeds
+        if embeds is None and body.prompt is not None:
             return [*read_prompts(body.prompt)]
-        if body.prompt_embeds is None or body.prompt not in (None, ""):  # the OpenAI SDK always sends a prompt
+        if embeds is None or body.prompt not in (None, ""):  # the OpenAI SDK always sends a prompt
             raise ApiError(400, "give either prompt or prompt_embeds", param="prompt")
         for name in ("echo", "suffix", "truncate_prompt_tokens"):
             if getattr(body, name):
                 raise ApiError(400, f"{name} needs a prompt of text, not prompt_embeds", param=name)
-        return [*encoded_prompts(self.llm, body.prompt_embeds)]
+        if "prompt_embeds" not in self.llm.engine.input_processor.prompts.item_readers:
+            raise ApiError(400, "prompt_embeds needs --enable-prompt-embeds", param="prompt_embeds", code="not_enabled")
+        if embeds == []:
+            raise ApiError(400, "prompt_embeds is empty", param="prompt_embeds")
+        size = self.llm.engine.model_config.hidden_size
+        return [EncodedEmbeds(text, size) for text in ([embeds] if isinstance(embeds, str) else embeds)]
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the prompts into the engine. Arguments and errors: as `generation.start`."""
@@ -171,8 +178,7 @@ class Completions:
         tokenizer = reader.check_text(prompt, truncated=True)
         ids = tokenizer.encode(prompt, body.add_special_tokens)
         if len(ids) > room:
-            with_specials = body.add_special_tokens
-            ids = tokenizer.encode_truncated(prompt, None, room, "left")[0] if with_specials else ids[-room:]
+            ids = tokenizer.encode_truncated(prompt, None, room, "left")[0] if body.add_special_tokens else ids[-room:]
             prompt = tokenizer.decode(ids)
         return {"prompt": prompt, "prompt_token_ids": ids}
 
@@ -202,7 +208,7 @@ class Completions:
             if self.body.echo and output.prompt_logprobs is not None and num_seen == 0:
                 token_ids, tables = output.prompt_token_ids + token_ids, output.prompt_logprobs + tables
             as_ids = self.body.return_tokens_as_token_ids
-            logprobs = completion_logprobs(tokenizer, token_ids, tables, self.body.logprobs, offsets, as_ids)
+            logprobs = completion_logprobs(offsets, token_ids, tables, self.body.logprobs, as_ids)
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, "stop_reason": None}
         if self.body.return_token_ids:
             choice["token_ids"] = [] if self.only_scores else completion.token_ids[num_seen:]
@@ -231,15 +237,4 @@ def read_prompts(prompt: str | list, field: str = "prompt") -> list[str | list[i
         raise ApiError(400, f"{field} is empty", param=field)
     if len(prompts) > MAX_PROMPTS:
         raise ApiError(400, f"{field} has {len(prompts):,} prompts: at most {MAX_PROMPTS:,}", param=field)
-    return prompts
-
-
-def encoded_prompts(llm: AsyncLLM, embeds: str | list[str]) -> list[EncodedEmbeds]:
-    """The prompts in the field. Raises: ApiError."""
-    if "prompt_embeds" not in llm.engine.input_processor.prompts.item_readers:
-        raise ApiError(400, "prompt_embeds needs --enable-prompt-embeds", param="prompt_embeds", code="not_enabled")
-    size = llm.engine.model_config.hidden_size
-    prompts = [EncodedEmbeds(text, size) for text in ([embeds] if isinstance(embeds, str) else embeds)]
-    if not prompts:
-        raise ApiError(400, "prompt_embeds is empty", param="prompt_embeds")
     return prompts

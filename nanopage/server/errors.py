@@ -16,16 +16,11 @@ from starlette.responses import Response
 from nanopage.aio.async_llm import EngineDeadError
 from nanopage.outputs import EngineAsleepError
 
-UNION_MEMBERS = ("str", "list[str]", "list[int]", "list[list[int]]")  # as pydantic names them in an error's path
+UNION_MEMBER = re.compile(r"str|list\[.*|function-before\[.*")  # as pydantic names them in an error's path
 MAX_MESSAGE = 1000  # characters, because a message may quote what the client sent
 MAX_PARAM = 200
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-ANTHROPIC_TYPES = TYPES | {
-    403: "permission_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
+ANTHROPIC = TYPES | {403: "permission_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
 class ClientGoneError(Exception):
@@ -53,15 +48,14 @@ class ApiError(Exception):
         return {"error": {"message": _shown(str(self), MAX_MESSAGE), "type": kind, "param": param, "code": self.code}}
 
     def anthropic_body(self) -> dict:
-        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        kind = ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         details = {} if self.code is None else {"details": {"error_code": self.code}}
         return {"type": "error", "error": {"type": kind, "message": _shown(str(self), MAX_MESSAGE)} | details}
 
     def response(self, path: str) -> Response:
         """Args: path: the call's, which decides the form."""
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {"x-should-retry": "false"}
-        body = self.anthropic_body() if "/v1/messages" in path else self.body()
-        return json_response(body, self.status, headers)
+        return json_response(self.anthropic_body() if "/v1/messages" in path else self.body(), self.status, headers)
 
 
 def _shown(text: str, most: int) -> str:
@@ -79,11 +73,8 @@ def internal_error() -> ApiError:
 
 
 def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
-    """A 400 for a ValueError or TypeError of the engine, whose message begins with the name of what is wrong.
-
-    Args:
-        fields: names that may be the `param`. If the prompt is wrong, the `param` is the last of these.
-    """
+    """A 400 for a ValueError or TypeError of the engine, whose message begins with the name of what is wrong. Args:
+    fields: names that may be the `param`. If the prompt is wrong, the `param` is the last of these."""
     message = re.sub(r"(/[\w.-]+)+/(?=[\w.-])", "", str(error))  # removes the directories of file names
     if re.match("(the |a )?prompt(?!_name|_embeds|_adapter|_logprobs)", message):
         return ApiError(400, re.sub(r"^prompt_token_ids\b", fields[-1], message), param=fields[-1])
@@ -101,7 +92,7 @@ def unsupported(field: str, why: str) -> ApiError:
 def from_validation(error: RequestValidationError) -> ApiError:
     """Pydantic's error for a body, with the path of the first field that is wrong."""
     first = error.errors()[0]
-    path = list(itertools.takewhile(lambda part: not _is_union_member(part), first["loc"][1:]))
+    path = list(itertools.takewhile(lambda part: not UNION_MEMBER.fullmatch(str(part)), first["loc"][1:]))
     message = first["msg"].removeprefix("Value error, ")
     if not path and first["type"] == "value_error":
         return ApiError(400, message)
@@ -111,13 +102,24 @@ def from_validation(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param)
 
 
-def _is_union_member(part: str | int) -> bool:
-    return part in UNION_MEMBERS or (isinstance(part, str) and part.startswith("function-before["))
+def add_handlers(app: FastAPI) -> None:
+    """Make an error reply of every exception that a route raises."""
+    codes = {404: "not_found"}
+    errors: dict[type[Exception], Callable[[Any], ApiError]] = {
+        ApiError: lambda error: error,
+        ClientGoneError: lambda _: ApiError(499, "the client has gone"),
+        EngineAsleepError: lambda error: ApiError(503, str(error), code="asleep", retry_after=30),
+        EngineDeadError: lambda error: ApiError(503, str(error), code="engine_dead", retry_after=30),
+        RequestValidationError: from_validation,
+        HTTPException: lambda error: ApiError(error.status_code, str(error.detail), code=codes.get(error.status_code)),
+        Exception: lambda _: internal_error(),
+    }
+    for kind, make_error in errors.items():
+        app.add_exception_handler(kind, partial(_reply, make_error))
 
 
-def from_http(error: HTTPException) -> ApiError:
-    """An error of the framework, such as an unknown path."""
-    return ApiError(error.status_code, str(error.detail), code="not_found" if error.status_code == 404 else None)
+async def _reply(make_error: Callable[[Any], ApiError], request: Request, error: Exception) -> Response:
+    return make_error(error).response(request.url.path)
 
 
 def renamed(error: ApiError, places: Mapping[str, str], names: Sequence[tuple[str, str]]) -> ApiError:
@@ -140,26 +142,3 @@ def renamed(error: ApiError, places: Mapping[str, str], names: Sequence[tuple[st
     message, error.param = rename(str(error)), error.param and rename(error.param)
     error.args = (message,)
     return error
-
-
-def add_handlers(app: FastAPI) -> None:
-    """Make an error reply of every exception."""
-    errors: dict[type[Exception], Callable[[Any], ApiError]] = {
-        ApiError: lambda error: error,
-        EngineAsleepError: lambda error: ApiError(503, str(error), code="asleep", retry_after=30),
-        EngineDeadError: lambda error: ApiError(503, str(error), code="engine_dead", retry_after=30),
-        RequestValidationError: from_validation,
-        HTTPException: from_http,
-        Exception: lambda _: internal_error(),
-    }
-    for kind, make_error in errors.items():
-        app.add_exception_handler(kind, partial(_reply, make_error))
-    app.add_exception_handler(ClientGoneError, _reply_to_nobody)
-
-
-async def _reply(make_error: Callable[[Any], ApiError], request: Request, error: Exception) -> Response:
-    return make_error(error).response(request.url.path)
-
-
-async def _reply_to_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it

@@ -14,21 +14,18 @@ from pydantic import BaseModel
 from nanopage.grammar.schema import without_annotations
 from nanopage.server.errors import ApiError, unsupported
 
-NO_TOOLS = "use /v1/chat/completions"
+USE_CHAT = "use /v1/chat/completions"
 NO_GRAMMAR = "use response_format or structured_outputs"
 NO_AUDIO = "models write text"
+NO_STORE = "nothing is stored: send the whole conversation as input"
 
 # field -> (the values that ask for nothing, why other values are refused)
 REFUSED: dict[str, tuple[tuple, str]] = {
-    "tools": ((), NO_TOOLS),
-    "tool_choice": (("none", "auto"), NO_TOOLS),
+    "tools": ((), USE_CHAT),
+    "tool_choice": (("none", "auto"), USE_CHAT),
     "functions": ((), "use tools"),
     "function_call": (("none",), "use tool_choice"),
-    "grammar": ((), NO_GRAMMAR),
-    "regex": ((), NO_GRAMMAR),
-    "json_schema": ((), NO_GRAMMAR),
-    "ebnf": ((), NO_GRAMMAR),
-    "structural_tag": ((), NO_GRAMMAR),
+    **dict.fromkeys(("grammar", "regex", "json_schema", "ebnf", "structural_tag"), ((), NO_GRAMMAR)),
     "prediction": ((), "there are no predicted outputs"),
     "modalities": ((["text"],), NO_AUDIO),
     "audio": ((), NO_AUDIO),
@@ -43,10 +40,8 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "logits_processors": (([],), "no code of a client is run"),
     "spaces_between_special_tokens": ((True,), "special tokens are never spaced"),
     "kv_transfer_params": (({},), "there is one engine"),
-    "store": ((False,), "nothing is stored"),
-    "previous_response_id": ((), "nothing is stored: send the whole conversation as input"),
-    "conversation": ((), "nothing is stored: send the whole conversation as input"),
-    "background": ((False,), "nothing is stored"),
+    **dict.fromkeys(("store", "background"), ((False,), "nothing is stored")),
+    **dict.fromkeys(("previous_response_id", "conversation", "previous_input_messages"), ((), NO_STORE)),
     "prompt": ((), "there are no prompt templates"),
     "truncation": (("disabled",), "a prompt is never cut"),
     "echo": ((False,), "use /v1/completions"),
@@ -54,7 +49,6 @@ REFUSED: dict[str, tuple[tuple, str]] = {
     "logprob_token_ids": (([],), "log-probabilities are those of the likeliest tokens"),
     "repetition_detection": ((), "use the parameters of DRY"),
     "watermarking": ((False,), "there is no watermarking"),
-    "previous_input_messages": ((), "nothing is stored: send the whole conversation as input"),
     "max_tool_calls": ((), "the client runs the tools"),
     "service_tier": (("auto", "default"), "there is one tier"),
 }

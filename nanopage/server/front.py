@@ -13,7 +13,8 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import msgspec
 import ray
@@ -21,7 +22,7 @@ from fastapi import FastAPI
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from ray import serve
 from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
-from ray.serve.config import AutoscalingConfig, ProxyLocation
+from ray.serve.config import ProxyLocation
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.schema import LoggingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -31,10 +32,10 @@ from starlette.types import Receive, Scope, Send
 from nanopage.distributed import ray_cluster
 from nanopage.server.app import create_routes
 from nanopage.server.errors import ApiError, internal_error
-from nanopage.server.metrics import CONTENT_TYPE, Page, merge
+from nanopage.server.metrics import merge, metrics_reply
 from nanopage.server.middleware import AUDIO_PATHS
-from nanopage.server.relay import ENGINE_DEAD, ERROR, HEADERS, POSTS, TEXT_PATHS, Calls, Reply
-from nanopage.server.replica import CANNOT_START, Call, FrontAlive, Replica, Settings
+from nanopage.server.relay import ENGINE_DEAD, ERROR, HEADERS, POSTS, TEXT_PATHS, Call, Calls, Reply
+from nanopage.server.replica import CANNOT_START, FrontAlive, Replica, Settings
 from nanopage.server.route import ReplicaRouter, Route, num_output_tokens, prompt_parts
 from nanopage.server.routing import Router
 from nanopage.server.state import ServerState
@@ -69,38 +70,24 @@ def resources_of_replica(most: int, device: str, num_workers: int) -> dict[str, 
     return {"num_cpus": max(1, min(cpus) // math.ceil(most / len(cpus)))}
 
 
+@dataclass(eq=False)
 class Front:
-    """The server's application in front of the replicas. It also starts and stops them.
+    """The server's application in front of the replicas. It also starts and stops them."""
 
-    Args:
-        state: the server's state, without an engine.
-        settings: for each replica.
-        num_replicas: the number of replicas. With `max_replicas`: the smallest number.
-        max_replicas: start at most this many replicas, and stop idle ones, so that each has about
-            `target_ongoing_requests`.
-        actor_options: CPUs and GPUs of a replica.
-        seconds_to_stop: time for the running calls of a replica that is no longer needed.
-    """
+    state: ServerState  # of the server, without an engine
+    settings: Settings  # for each replica
+    num_replicas: int  # with `max_replicas`: the smallest number
+    max_replicas: int | None  # the largest number: replicas are started by need, and stopped when they are idle
+    target_ongoing_requests: float  # calls that each replica has then, about
+    actor_options: dict[str, Any]  # CPUs and GPUs of a replica
+    seconds_to_stop: float  # for the running calls of a replica that is no longer needed
 
-    sockets_per_call = 1
+    sockets_per_call: ClassVar[int] = 1
 
-    def __init__(
-        self,
-        state: ServerState,
-        settings: Settings,
-        num_replicas: int,
-        max_replicas: int | None,
-        target_ongoing_requests: float,
-        actor_options: dict[str, Any],
-        seconds_to_stop: float,
-    ):
-        self.state, self.settings = state, settings
-        self.num_replicas, self.max_replicas = num_replicas, max_replicas
-        self.target_ongoing_requests, self.actor_options = target_ongoing_requests, actor_options
-        self.seconds_to_stop = seconds_to_stop
-        self.routes: FastAPI = create_routes(state)
-        self.name = f"nanopage-{state.created}-{id(self):x}"
-        self.calls = Calls(state)
+    def __post_init__(self) -> None:
+        self.routes: FastAPI = create_routes(self.state)
+        self.name = f"nanopage-{self.state.created}-{id(self):x}"
+        self.calls = Calls(self.state)
         self.router = Router()
         self.dead: set[str] = set()
         self.num_retried = 0
@@ -115,20 +102,12 @@ class Front:
         return self._request_router is not None
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the replicas, and wait until all can answer. Blocks: call it in a thread.
-
-        Args: loop: the event loop that calls Front.
-        Raises: RuntimeError saying why a replica could not start.
-        """
+        """Start the replicas, and wait until all can answer. Blocks: call it in a thread. Args: loop: the event loop
+        that calls Front. Raises: RuntimeError saying why a replica could not start."""
         scaling: dict[str, Any] = {"num_replicas": self.num_replicas}
         if self.max_replicas is not None:
-            scaling = {
-                "autoscaling_config": AutoscalingConfig(
-                    min_replicas=self.num_replicas,
-                    max_replicas=self.max_replicas,
-                    target_ongoing_requests=self.target_ongoing_requests,
-                )
-            }
+            limits = {"min_replicas": self.num_replicas, "max_replicas": self.max_replicas}
+            scaling = {"autoscaling_config": limits | {"target_ongoing_requests": self.target_ongoing_requests}}
         deployment = serve.deployment(
             name=REPLICA,
             **scaling,
@@ -164,7 +143,7 @@ class Front:
         handle._init(_run_router_in_separate_loop=False)  # a separate thread for the router would only be in the way
         self._handle = handle
         route = Route(self.router, [], 0, self.dead)
-        async for _ in self._send(Call("GET", "/v1/models", [], b"", "", route)):
+        async for _ in self._send(Call("GET", "/v1/models", [], b"", route=route)):
             pass
         self._request_router = route.request_router
         answers = await handle.broadcast("sees_images").results_async(timeout_s=5, return_exceptions=True)
@@ -186,10 +165,6 @@ class Front:
         """Leave the cluster, once the server has stopped. If this process has started the cluster, it ends."""
         ray.shutdown()
 
-    def is_busy(self) -> bool:
-        """No thread here runs a step."""
-        return False
-
     # Calls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,7 +176,7 @@ class Front:
             self._check_open()
             await Response()(scope, receive, send)
         elif (method, path) == ("GET", "/metrics"):
-            await Response(await self._metrics(), media_type=CONTENT_TYPE)(scope, receive, send)
+            await (await self._metrics())(scope, receive, send)
         else:
             await self.routes(scope, receive, send)
 
@@ -232,8 +207,7 @@ class Front:
         headers = [(name, value) for name, value in scope["headers"] if name in HEADERS]
         call = Call(method, path, headers, body, scope["nanopage.key"], route)
         reply = Reply(path, send, scope["nanopage.send"])
-        counts = path in (*TEXT_PATHS, *AUDIO_PATHS.values())
-        await self.calls.run(self._relay(call, reply), reply, receive, counts)
+        await self.calls.run(self._relay(call, reply), reply, receive, path in (*TEXT_PATHS, *AUDIO_PATHS.values()))
 
     async def _relay(self, call: Call, reply: Reply) -> None:
         """Send a replica's reply to the client. If the replica dies before the client has any of the answer, run the
@@ -319,7 +293,7 @@ class Front:
             if not ended:
                 response.cancel()
 
-    async def _metrics(self) -> bytes:
+    async def _metrics(self) -> Response:
         num_running = len(self._running() - self.dead) if self.loaded else 0
         found: list[Metric] = [
             GaugeMetricFamily("nanopage:replicas_running", "Replicas that take calls.", num_running),
@@ -330,4 +304,4 @@ class Front:
         if self.loaded and self._running():
             results = await self._handle.broadcast("metrics").results_async(timeout_s=5, return_exceptions=True)
             pages = [result for result in results if isinstance(result, list)]
-        return Page(self.state, [*found, *merge(pages).values()]).text()
+        return metrics_reply(self.state, [*found, *merge(pages).values()])

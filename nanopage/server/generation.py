@@ -1,4 +1,5 @@
-"""The engine requests of one HTTP call: read as they come, aborted together."""
+"""The engine requests of one HTTP call: read as they come, aborted together. What calls for text have in common:
+choices, their changes while they stream, usage, and beam searches in place of samples."""
 
 import asyncio
 import contextlib
@@ -22,33 +23,31 @@ from nanopage.text.prompts import PromptTooLongError
 
 logger = logging.getLogger("nanopage")
 
+# Fields of a body with a beam search: those without effect on which completions are the best, and values besides the
+# default that ask for nothing.
+WITHOUT_EFFECT = ("seed", "skip_special_tokens", "stop_in_reasoning")
+NEUTRAL = {"temperature": (0, 1), "top_k": (0, -1)}
+
 
 class Generation:
-    """Requests that are in the engine. `aclose` aborts those that have not finished.
-
-    body: what the client has asked for.
-    streams: one stream for each prompt.
-    rename: gives an error the endpoint's names of the fields, if they are not those of `body`.
-    on_finish: called with the last output of each request that has ended, before it is read.
-    tokens: those of the requests whose last output has been read.
-    """
+    """Requests that are in the engine. `aclose` aborts those that have not finished. Args: body: what was asked for."""
 
     def __init__(self, llm: AsyncLLM, body: SamplingBody | PoolingBody):
         self.llm, self.body = llm, body
-        self.streams: list[RequestStream] = []
+        self.streams: list[RequestStream] = []  # one for each prompt
+        # Gives an error the endpoint's names of the fields, if they are not those of `body`.
         self.rename: Callable[[ApiError], ApiError] = lambda error: error
+        # Called with the last output of each request that has ended, before it is read.
         self.on_finish: Callable[[RequestOutput], None] | None = None
-        self.tokens = Counter(prompt_tokens=0, completion_tokens=0)
+        self.tokens = Counter(prompt_tokens=0, completion_tokens=0)  # of requests whose last output has been read
 
     async def aclose(self) -> None:
         for stream in self.streams:
             await stream.aclose()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(index of the prompt, output), as they come.
-
-        Raises: ApiError if a request could not be completed; EngineDeadError.
-        """
+        """(index of the prompt, output), as they come. Raises: ApiError if a request could not be completed;
+        EngineDeadError."""
         if len(self.streams) == 1:
             async for output in self.streams[0]:
                 yield 0, self._check(output)
@@ -137,17 +136,13 @@ async def start(
 
 def too_long(llm: AsyncLLM, error: PromptTooLongError, param: str) -> ApiError:
     """The error that clients look for to shorten a prompt."""
-    limit = llm.engine.max_model_len
-    message = f"This model's maximum context length is {limit} tokens: {error}"
+    message = f"This model's maximum context length is {llm.engine.max_model_len} tokens: {error}"
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def prompt_room(llm: AsyncLLM, body: SamplingBody, max_tokens: int | None) -> int | None:
-    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps. None: all.
-
-    Args: max_tokens: of the reply, for which -1 leaves room.
-    Raises: ApiError for a number that is out of bounds.
-    """
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps. None: all. Args: max_tokens: of the reply, for
+    which -1 leaves room. Raises: ApiError for a number that is out of bounds."""
     count, longest = body.truncate_prompt_tokens, llm.engine.max_model_len
     if count is None:
         return None
@@ -167,26 +162,17 @@ async def _read(index: int, stream: RequestStream, news: asyncio.Queue) -> None:
 
 @dataclass(slots=True)
 class Change:
-    """What is new in one choice.
+    """What is new in one choice."""
 
-    index: the index of the choice, prompt * n + completion.
-    completion: its `delta` is the text.
-    num_seen: the number of output tokens in earlier changes.
-    """
-
-    index: int
+    index: int  # of the choice: prompt * n + completion
     output: RequestOutput
-    completion: CompletionOutput
-    num_seen: int
+    completion: CompletionOutput  # its `delta` is the text
+    num_seen: int  # output tokens in earlier changes
 
 
 async def changes(generation: Generation, n: int, copies: int) -> AsyncIterator[Change]:
-    """The changes of all choices as they come. The last one of a choice has a `finish_reason`.
-
-    Args:
-        n: the number of completions of a prompt.
-        copies: the number of choices that each completion stands for.
-    """
+    """The changes of all choices as they come. The last one of a choice has a `finish_reason`. Args: n: the number of
+    completions of a prompt. copies: the number of choices that each completion stands for."""
     num_seen: defaultdict[int, int] = defaultdict(int)  # of each completion
     finished = set()
     async for prompt, output in generation:
@@ -202,11 +188,8 @@ async def changes(generation: Generation, n: int, copies: int) -> AsyncIterator[
 
 
 def usage(outputs: Iterable[RequestOutput], copies: int = 1, num_dropped: int = 0) -> dict:
-    """The tokens of a call. A prompt counts once, whatever the number of its completions.
-
-    Args:
-        num_dropped: output tokens of each completion that the client did not ask for.
-    """
+    """The tokens of a call. A prompt counts once, whatever the number of its completions. Args: num_dropped: output
+    tokens of each completion that the client did not ask for."""
     outputs = list(outputs)
     num_prompt = sum(len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids or ()) for output in outputs)
     num_output = sum(len(c.token_ids) - num_dropped for output in outputs for c in output.outputs) * copies
@@ -219,16 +202,9 @@ def usage(outputs: Iterable[RequestOutput], copies: int = 1, num_dropped: int = 
     }
 
 
-WITHOUT_EFFECT = ("seed", "skip_special_tokens", "stop_in_reasoning")  # on which completions are the best
-NEUTRAL = {"temperature": (0, 1), "top_k": (0, -1)}  # besides the default
-
-
 def read_search(body: SamplingBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams | None:
-    """The search that a body asks for. None: it asks for samples.
-
-    Args: params: the body's.
-    Raises: ApiError for a field that a search does not have, or that is out of range.
-    """
+    """The search that a body asks for. None: it asks for samples. Args: params: the body's. Raises: ApiError for a
+    field that a search does not have, or that is out of range."""
     if not body.use_beam_search:
         if body.length_penalty != 1:
             raise ApiError(400, "length_penalty needs use_beam_search=true", param="length_penalty")
@@ -243,11 +219,7 @@ def read_search(body: SamplingBody, params: SamplingParams, max_model_len: int) 
         message = "use_beam_search: completions with a form, or with calls that must follow a schema, are sampled"
         raise ApiError(400, message, param="use_beam_search")
     try:
-        return BeamSearchParams(
-            body.n,
-            max_tokens=params.max_tokens or max_model_len,
-            length_penalty=body.length_penalty,
-            skip_special_tokens=params.skip_special_tokens,
-        )
+        kept: dict = {"length_penalty": body.length_penalty, "skip_special_tokens": params.skip_special_tokens}
+        return BeamSearchParams(body.n, max_tokens=params.max_tokens or max_model_len, **kept)
     except (ValueError, TypeError) as error:
         raise body.invalid(error) from None

@@ -15,6 +15,7 @@ import socket
 import ssl
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 
 logger = logging.getLogger("nanopage")
 
@@ -72,59 +73,49 @@ def _listen_at(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+@dataclass(eq=False)
 class Listener:
-    """Accepts the connections of a socket, with the methods of `asyncio.Server` that uvicorn calls.
+    """Accepts the connections of a socket, with the methods of `asyncio.Server` that uvicorn calls."""
 
-    Args:
-        make_protocol: makes the asyncio protocol of a connection.
-        limit: the limit of the process's file descriptors.
-        check: raises PermissionError for a connection that is not accepted.
-    """
+    sock: socket.socket
+    make_protocol: Callable[[], asyncio.Protocol]  # makes the asyncio protocol of a connection
+    tls: ssl.SSLContext | None
+    limit: int  # of the process's file descriptors
+    check: Callable[[socket.socket], None] = lambda sock: None  # raises PermissionError for one that is not accepted
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
-        tls: ssl.SSLContext | None,
-        limit: int,
-        check: Callable[[socket.socket], None] = lambda connection: None,
-    ):
-        self.sockets = [sock]
-        self._make_protocol, self._tls, self._limit, self._check = make_protocol, tls, limit, check
+    def __post_init__(self) -> None:
+        self.sockets = [self.sock]  # for uvicorn
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task] = set()
         self._has_warned = False
-        sock.setblocking(False)
+        self.sock.setblocking(False)
         self._watch()
 
     def close(self) -> None:
-        (sock,) = self.sockets
-        self._loop.remove_reader(sock)
-        sock.close()
+        self._loop.remove_reader(self.sock)
+        self.sock.close()
 
     async def wait_closed(self) -> None:
         """Nothing is left after `close`."""
 
     def _watch(self) -> None:
-        (sock,) = self.sockets
-        if sock.fileno() >= 0:
-            self._loop.add_reader(sock, self._accept)
+        if self.sock.fileno() >= 0:
+            self._loop.add_reader(self.sock, self._accept)
 
     def _accept(self) -> None:
-        (sock,) = self.sockets
         try:
-            descriptor = os.dup(sock.fileno())  # the lowest number that is free
+            descriptor = os.dup(self.sock.fileno())  # the lowest number that is free
             os.close(descriptor)
-            if descriptor >= self._limit - RESERVE:
+            if descriptor >= self.limit - RESERVE:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            connection, _ = sock.accept()
+            connection, _ = self.sock.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # this process or the system has no descriptor left
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning(f"connections wait: {error.strerror} (the limit is {self._limit}: ulimit -n)")
-            self._loop.remove_reader(sock)
+                logger.warning(f"connections wait: {error.strerror} (the limit is {self.limit}: ulimit -n)")
+            self._loop.remove_reader(self.sock)
             self._loop.call_later(SECONDS_TO_WAIT, self._watch)
             return
         task = self._loop.create_task(self._open(connection))
@@ -134,7 +125,7 @@ class Listener:
     async def _open(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         try:
-            self._check(connection)
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
+            self.check(connection)
+            await self._loop.connect_accepted_socket(self.make_protocol, connection, ssl=self.tls)
         except OSError:  # the client has gone, is not accepted, or does not speak TLS
             connection.close()

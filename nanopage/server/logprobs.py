@@ -14,10 +14,8 @@ Table = dict[int, Logprob]
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table], num_top: int, as_ids: bool
 ) -> dict:
-    """The form of /v1/chat/completions: an entry for each token, with its raw bytes, even half a character.
-
-    Args: as_ids: name tokens by their ids instead of their text.
-    """
+    """The form of /v1/chat/completions: an entry for each token, with its raw bytes, even half a character. Args:
+    as_ids: name tokens by their ids instead of their text."""
 
     def entry(token_id: int, table: Table) -> dict:
         data = tokenizer.token_bytes(token_id)
@@ -55,40 +53,28 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer,
-    token_ids: Sequence[int],
-    tables: Sequence[Table | None],
-    num_top: int,
-    offsets: TextOffsets,
-    as_ids: bool,
+    offsets: TextOffsets, token_ids: Sequence[int], tables: Sequence[Table | None], num_top: int, as_ids: bool
 ) -> dict:
     """The form of /v1/completions: lists of the same length.
 
     Args:
-        tables: None for the first token of a prompt, which nothing predicts.
         offsets: has counted the choice's earlier tokens.
+        tables: None for the first token of a prompt, which nothing predicts.
         as_ids: name tokens by their ids instead of their text.
     """
 
     def name(token_id: int) -> str:
-        return f"token_id:{token_id}" if as_ids else _text(tokenizer, token_id)
+        return f"token_id:{token_id}" if as_ids else _text(offsets.tokenizer, token_id)
 
+    def top(token_id: int, table: Table) -> dict[str, float]:  # the token itself is always there
+        return {name(top): _value(table[top]) for top in dict.fromkeys([*_likeliest(table, num_top), token_id])}
+
+    pairs = list(zip(token_ids, tables, strict=True))
     return {
         "text_offset": [offsets.add(token_id) for token_id in token_ids],
         "tokens": [name(token_id) for token_id in token_ids],
-        "token_logprobs": [
-            None if table is None else _value(table[token_id])
-            for token_id, table in zip(token_ids, tables, strict=True)
-        ],
-        "top_logprobs": [
-            None
-            if table is None
-            else {
-                name(top): _value(table[top])
-                for top in dict.fromkeys([*_likeliest(table, num_top), token_id])  # the token itself is always there
-            }
-            for token_id, table in zip(token_ids, tables, strict=True)
-        ],
+        "token_logprobs": [None if table is None else _value(table[token_id]) for token_id, table in pairs],
+        "top_logprobs": [None if table is None else top(token_id, table) for token_id, table in pairs],
     }
 
 

@@ -4,6 +4,7 @@ import re
 from typing import Any, ClassVar, Literal
 
 from nanopage.server.errors import ApiError, unsupported
+from nanopage.server.fields import USE_CHAT
 from nanopage.server.protocol import Body, ChatBody, CommonBody, Integer, Objects, Texts
 
 # Claude Code's note to its provider is no text for the model, and changes with each call: no prefix would be cached.
@@ -51,7 +52,7 @@ class MessagesBody(CommonBody):
     known = KNOWN
     limits = ("max_tokens",)
     refused = ChatBody.refused | {
-        **{name: ((ChatBody.model_fields[name].default,), "use /v1/chat/completions") for name in OF_CHATS},
+        **{name: ((ChatBody.model_fields[name].default,), USE_CHAT) for name in OF_CHATS},
         "response_format": ((), "use output_config.format"),
         "output_format": ((), "use output_config.format"),
         "context_management": (({}, {"edits": []}, KEEPS_ALL), NO_OTHER),
@@ -95,22 +96,16 @@ class CountBody(MessagesBody):
 
 
 class Conversation:
-    """A conversation as a chat.
+    """A conversation as a chat. Turns of the same role are one message, because templates want roles to alternate.
+    Results of tools are messages of their own.
 
-    messages: turns of the same role are one message, because templates want roles to alternate. Results of tools are
-        messages of their own.
-    places: see `renamed`.
-    goes_on: whether the model goes on with the last message.
-
-    Args:
-        system: the role of system messages after the first message. Many templates know no system message there.
-
+    Args: system: the role of system messages after the first message. Many templates know no system message there.
     Raises: ApiError naming the block.
     """
 
     def __init__(self, body: MessagesBody, system: str = "system"):
         self.messages: list[dict[str, Any]] = []
-        self.places = {"messages": "messages"}
+        self.places = {"messages": "messages"}  # see `renamed`
         self.names: dict[str, str] = {}  # of the tools, by the ids of their calls
         for block, place in _blocks(body.system or [], "system"):
             if not str(block.get("text")).startswith(BILLING):
@@ -132,7 +127,7 @@ class Conversation:
                     self._add_part("system" if is_first else system, _text_part(block, where), where)
         self.has_system_later = any(message["role"] == "system" for message in self.messages[1:])
         last = self.messages[-1] if self.messages else {}
-        self.goes_on = last.get("role") == "assistant"
+        self.goes_on = last.get("role") == "assistant"  # the model goes on with the last message
         if self.goes_on and "tool_calls" in last:
             place = f"messages[{len(body.messages) - 1}]"
             raise ApiError(400, f"{place} calls tools: the next message must have their results", param=place)
@@ -158,7 +153,7 @@ class Conversation:
         images, results = [], [pair for pair in blocks if pair[0].get("type") == "tool_result"]
         for block, where in results:
             parts = [{"type": "text", "text": "Error:"}] if block.get("is_error") else []
-            content, call_id = block.get("content"), _text(block, "tool_use_id", where)
+            content, call_id = block.get("content"), text_field(block, "tool_use_id", where)
             message = {"role": "tool", "tool_call_id": call_id, "content": parts}
             if call_id in self.names:
                 message["name"] = self.names[call_id]
@@ -168,7 +163,7 @@ class Conversation:
                     images.append((inner, inner_place))
                     continue
                 self.places[f"messages[{len(self.messages) - 1}].content[{len(parts)}]"] = inner_place
-                parts.append(_text_part(inner, inner_place, "text", "image"))
+                parts.append(_text_part(inner, inner_place, "image"))
         others = [pair for pair in blocks if pair[0].get("type") != "tool_result"]
         if others or not results:
             self._turn("user", place)
@@ -176,7 +171,7 @@ class Conversation:
             if block.get("type") == "image":
                 part = _image_part(block, where)
             else:
-                part = _text_part(block, where, "text", "image", "tool_result")
+                part = _text_part(block, where, "image", "tool_result")
             self._add_part("user", part, where)
 
     def _add_reply(self, blocks: list[tuple[dict, str]], place: str) -> None:
@@ -185,7 +180,7 @@ class Conversation:
         for block, where in blocks:
             match block.get("type"):
                 case "thinking":
-                    thoughts.append(_text(block, "thinking", where))
+                    thoughts.append(text_field(block, "thinking", where))
                 case "redacted_thinking":  # nobody here can read it
                     continue
                 case "tool_use":
@@ -193,14 +188,14 @@ class Conversation:
                     self.places[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}].function"] = where
                     calls.append(self._call(block, where))
                 case _:
-                    part = _text_part(block, where, "text", "thinking", "redacted_thinking", "tool_use")
+                    part = _text_part(block, where, "thinking", "redacted_thinking", "tool_use")
                     self._add_part("assistant", part, where)
         if any(thoughts):
             before = [message["reasoning_content"]] if "reasoning_content" in message else []
             message["reasoning_content"] = "\n".join(before + thoughts)
 
     def _call(self, block: dict, place: str) -> dict[str, Any]:
-        call_id, name, given = _text(block, "id", place), _text(block, "name", place), block.get("input")
+        call_id, name, given = text_field(block, "id", place), text_field(block, "name", place), block.get("input")
         if not isinstance(given, dict):
             raise ApiError(400, f"{place}.input must be an object", param=f"{place}.input")
         self.names[call_id] = name
@@ -216,19 +211,25 @@ def _blocks(content: Any, place: str) -> list[tuple[dict, str]]:
     return [(block, f"{place}[{i}]") for i, block in enumerate(content)]
 
 
-def _text(block: dict, name: str, place: str) -> str:
+def text_field(block: dict, name: str, place: str) -> str:
+    """A text in an object. Raises: ApiError if there is none."""
     if not isinstance(block.get(name), str):
         raise ApiError(400, f"{place}.{name} must be a string", param=f"{place}.{name}")
     return block[name]
 
 
+def unknown_type(kind: Any, place: str, *supported: str) -> ApiError:
+    """A 400 for an object of another type than may be there."""
+    known = ", ".join(map(repr, supported))
+    text = f"{place} is of type {str(kind)[:50]!r}, which is not supported; supported: {known}"
+    return ApiError(400, text, param=f"{place}.type")
+
+
 def _text_part(block: dict, place: str, *supported: str) -> dict[str, Any]:
-    """The part of a text. Args: supported: the types of blocks that may be here."""
+    """The part of a text. Args: supported: the types of blocks that may be here, besides it."""
     if block.get("type") != "text":
-        known = ", ".join(map(repr, supported or ("text",)))
-        text = f"{place} is of type {str(block.get('type'))[:50]!r}, which is not supported; supported: {known}"
-        raise ApiError(400, text, param=f"{place}.type")
-    return {"type": "text", "text": _text(block, "text", place)}
+        raise unknown_type(block.get("type"), place, "text", *supported)
+    return {"type": "text", "text": text_field(block, "text", place)}
 
 
 def _image_part(block: dict, place: str) -> dict[str, Any]:
@@ -236,9 +237,9 @@ def _image_part(block: dict, place: str) -> dict[str, Any]:
     if not isinstance(source, dict):
         raise ApiError(400, f"{place} must be an object", param=place)
     if source.get("type") == "url":
-        url = _text(source, "url", place)
+        url = text_field(source, "url", place)
     elif source.get("type") == "base64":
-        url = f"data:{_text(source, 'media_type', place)};base64,{_text(source, 'data', place)}"
+        url = f"data:{text_field(source, 'media_type', place)};base64,{text_field(source, 'data', place)}"
     else:
         raise unsupported(f"{place}.type", "images come as 'base64' or 'url'")
     return {"type": "image_url", "image_url": {"url": url}}
@@ -269,6 +270,12 @@ def chat_tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | No
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if kind not in ("auto", "any", "none"):
-        message = "tool_choice.type must be 'auto', 'any', 'tool' or 'none'"
-        raise ApiError(400, message, param="tool_choice.type")
+        raise ApiError(400, "tool_choice.type must be 'auto', 'any', 'tool' or 'none'", param="tool_choice.type")
     return "required" if kind == "any" else kind
+
+
+def chat_form(form: dict[str, Any]) -> dict[str, Any]:
+    """A `text.format`, or an `output_config.format`, as the `response_format` of a chat."""
+    if form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}

@@ -2,21 +2,18 @@
 
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Arguments, Call, Content, Piece, Reasoning
 from nanopage.outputs import CompletionOutput, RequestOutput
-from nanopage.params import SamplingParams
-from nanopage.server.adapters import AnyServed
 from nanopage.server.chat import Chat
 from nanopage.server.errors import ApiError, renamed, unsupported
 from nanopage.server.generation import Generation, changes
 from nanopage.server.json_body import read_json
-from nanopage.server.message_body import Conversation, MessagesBody, chat_tool_choice, chat_tools
+from nanopage.server.message_body import Conversation, MessagesBody, chat_form, chat_tool_choice, chat_tools
 from nanopage.server.protocol import ChatBody, CommonBody
-from nanopage.server.tools import ToolOptions
+from nanopage.server.state import ServerState
 from nanopage.text.reasoning import knows_reasoning
 
 SIGNATURE = "unsigned"  # many clients leave out thinking without a signature when they send a reply back
@@ -43,15 +40,8 @@ T = TypeVar("T")
 class Messages:
     """One call: a message, or the events that it comes in. Arguments and errors: as Chat."""
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        body: MessagesBody,
-        model: str,
-        adapter: AnyServed | None = None,
-        options: ToolOptions | None = None,
-    ):
-        self.llm, self.body, self.model = llm, body, model
+    def __init__(self, state: ServerState, body: MessagesBody):
+        self.llm, self.body, self.model = state.require(), body, state.model_name(body.model)
         if body.thread is not None:  # the SDK's helper for tools then sends the whole conversation
             message = "thread is not supported: nothing is stored, so send the whole conversation"
             raise ApiError(400, message, param="thread", code="thread_unsupported_request")
@@ -70,11 +60,10 @@ class Messages:
         if (budget := self._budget()) is not None:
             fields["thinking_token_budget"] = budget
         try:
-            chat = ChatBody(messages=self.conversation.messages, **fields)
-            self.chat = Chat(llm, chat, model, adapter, options)
+            self.chat = Chat(state, ChatBody(messages=self.conversation.messages, **fields))
         except ApiError as error:
             raise renamed(error, self.conversation.places, NAMES) from None
-        self.id = f"msg_{uuid.uuid4().hex}"
+        self.id, self.prompts, self.params = f"msg_{uuid.uuid4().hex}", self.chat.prompts, self.chat.params
         self.blocks = _Blocks(self.chat, body.thinking is not None and body.thinking.display == "omitted")
 
     def _form(self) -> dict[str, Any]:
@@ -86,10 +75,8 @@ class Messages:
         if form is None:
             return {}
         if form.get("type") != "json_schema":
-            message = "output_config.format.type must be 'json_schema'"
-            raise ApiError(400, message, param="output_config.format.type")
-        inner = {name: value for name, value in form.items() if name != "type"}
-        return {"response_format": {"type": "json_schema", "json_schema": inner}}
+            raise ApiError(400, "output_config.format.type must be 'json_schema'", param="output_config.format.type")
+        return {"response_format": chat_form(form)}
 
     def _tools(self) -> dict[str, Any]:
         """The tools, as a chat's. Raises: ApiError."""
@@ -112,14 +99,6 @@ class Messages:
         thinks = tokenizer is not None and knows_reasoning(tokenizer.template_for(bool(self.body.tools)))
         return budget if thinks and budget < self.body.max_tokens else None
 
-    @property
-    def prompts(self) -> list[str]:
-        return self.chat.prompts
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.chat.params
-
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
         generation = await self._attempt(lambda: self.chat.start(entered))
@@ -133,10 +112,8 @@ class Messages:
         return len(read.token_ids)
 
     async def _attempt(self, step: Callable[[], Awaitable[T]]) -> T:
-        """A step of the chat. If the template fails, system messages after the first become the user's.
-
-        Raises: ApiError with this endpoint's names.
-        """
+        """A step of the chat. If the template fails, system messages after the first become the user's. Raises:
+        ApiError with this endpoint's names."""
         try:
             try:
                 return await step()
@@ -178,10 +155,6 @@ class Messages:
                 yield {"type": "message_delta", "delta": self._ending(change.completion), "usage": self._usage()}
                 yield {"type": "message_stop"}
 
-    def failed(self, error: ApiError) -> dict:
-        """The last event of a stream that fails."""
-        return error.anthropic_body()
-
     def _message(self, blocks: list[dict]) -> dict:
         message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": blocks}
         return message | {"stop_reason": None, "stop_sequence": None}
@@ -209,20 +182,16 @@ class Messages:
         }
 
 
+@dataclass
 class _Blocks:
-    """The blocks of a message: thinking, texts and calls, one after the other, and the events that they come in.
+    """The blocks of a message: thinking, texts and calls, one after the other, and the events that they come in."""
 
-    done: the complete blocks.
-
-    Args: omits: leave out what the model thinks. Its blocks stay.
-    """
-
-    def __init__(self, chat: Chat, omits: bool):
-        self.chat, self.omits = chat, omits
-        self.done: list[dict] = []
-        self._block: dict | None = None  # the block that grows
-        self._text = ""  # its text so far
-        self._num_calls = 0
+    chat: Chat
+    omits: bool  # leave out what the model thinks; its blocks stay
+    done: list[dict] = field(default_factory=list)  # the complete blocks
+    _block: dict | None = None  # the block that grows
+    _text: str = ""  # its text so far
+    _num_calls: int = 0
 
     def add(self, piece: Piece) -> Iterator[dict]:
         """The events of a piece."""

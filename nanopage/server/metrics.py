@@ -1,46 +1,37 @@
 """/metrics: the metrics of engines and the server, in Prometheus' format, under vLLM's names where there are any."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from nanopage.server.state import ServerState
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 
 @dataclass
-class Page(Collector):
-    """Everything that /metrics reports.
+class _Page(Collector):
+    families: list[Metric]
 
-    Args: engines: returns what the engines' `Metrics` collect (vllm/metrics.py); nothing while they load.
-    """
+    def collect(self) -> list[Metric]:
+        return self.families
 
-    state: ServerState
-    engines: Iterable[Metric]
 
-    def text(self) -> bytes:
-        return generate_latest(self)
-
-    def collect(self) -> Iterator[Metric]:
-        """prometheus_client's interface of a collector."""
-        yield from self.engines
-        replies = CounterMetricFamily("http_requests", "HTTP replies.", labels=["method", "handler", "status"])
-        for labels, count in list(self.state.replies.items()):
-            replies.add_metric(labels, count)
-        yield replies
-        yield CounterMetricFamily(
-            "nanopage:client_disconnects",
-            "Clients that have gone before their reply had ended.",
-            value=self.state.num_disconnects,
-        )
-        yield CounterMetricFamily(
-            "nanopage:transcribed_seconds", "Seconds of sound that became text.", value=self.state.transcribed_seconds
-        )
+def metrics_reply(state: ServerState, engines: Iterable[Metric]) -> Response:
+    """Everything that /metrics reports. Args: engines: what the engines' `Metrics` collect (vllm/metrics.py); nothing
+    while they load."""
+    replies = CounterMetricFamily("http_requests", "HTTP replies.", labels=["method", "handler", "status"])
+    for labels, count in list(state.replies.items()):
+        replies.add_metric(labels, count)
+    text = "Clients that have gone before their reply had ended."
+    gone = CounterMetricFamily("nanopage:client_disconnects", text, state.num_disconnects)
+    text = "Seconds of sound that became text."
+    heard = CounterMetricFamily("nanopage:transcribed_seconds", text, state.transcribed_seconds)
+    content = generate_latest(_Page([*engines, replies, gone, heard]))
+    return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def merge(pages: Iterable[Iterable[Metric]]) -> dict[str, Metric]:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,36 +42,25 @@ ORIGIN = re.compile(r"\*|(?!http://.*:80$)(?!https://.*:443$)[a-z][a-z0-9+.-]*:/
 READABLE_HEADERS = ("retry-after", "x-ignored-fields", "x-request-id", "x-should-retry")
 
 
+@dataclass(eq=False)
 class Gate:
-    """ASGI middleware.
+    """ASGI middleware."""
 
-    Args:
-        api_keys: any of these keys is accepted. Empty: no key is needed.
-        hosts: Host headers that are answered, without ports. A web page can make a browser send requests to a local
-            server under the page's own host name (DNS rebinding). Empty: any host, which is safe where a key is needed.
-        replies: counts (method, path, status) of replies.
-        paths: the paths that `replies` tells apart; all others are counted as "other".
-        open_paths: the paths that need no key.
-        images: whether bodies may have images, which are large.
-        root_path: a prefix, such as /llm, that paths may have. A reverse proxy may remove or keep the prefix.
-    """
+    app: ASGIApp
+    api_keys: Sequence[str]  # any of these is accepted; empty: no key is needed
+    # Host headers that are answered, without ports. A web page can make a browser send requests to a local server under
+    # the page's own host name (DNS rebinding). Empty: any host, which is safe where a key is needed.
+    hosts: Sequence[str]
+    replies: Counter[tuple[str, str, str]]  # counts (method, path, status) of replies
+    paths: Sequence[str]  # which `replies` tells apart; all others are counted as "other"
+    open_paths: Sequence[str] = OPEN_PATHS  # need no key
+    root_path: str = ""  # a prefix, such as /llm, that paths may have; a reverse proxy may remove or keep it
+    images: Callable[[], bool] = lambda: False  # whether bodies may have images, which are large
+    num_arriving: int = 0  # bytes
+    num_held: int = 0  # bytes
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        api_keys: Sequence[str],
-        hosts: Sequence[str],
-        replies: Counter[tuple[str, str, str]],
-        paths: Sequence[str],
-        open_paths: Sequence[str] = OPEN_PATHS,
-        root_path: str = "",
-        images: Callable[[], bool] = lambda: False,
-    ):
-        self.app, self.hosts, self.replies, self.paths, self.open_paths = app, hosts, replies, paths, open_paths
-        self.num_arriving = 0  # bytes
-        self.num_held = 0
-        self.root_path, self.images = root_path, images
-        self.digests = [_digest(key.encode()) for key in api_keys]
+    def __post_init__(self) -> None:
+        self.digests = [hashlib.sha256(key.encode()).digest() for key in self.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -123,9 +113,8 @@ class Gate:
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         host = re.sub(r":\d+$", "", headers.get(b"host", b"").decode("latin-1")).lower()
         if self.hosts and not self.digests and host not in self.hosts:
-            raise ApiError(
-                403, "the Host header names another host: start the server with --allowed-host", code="host_not_allowed"
-            )
+            message = "the Host header names another host: start the server with --allowed-host"
+            raise ApiError(403, message, code="host_not_allowed")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> str:
         """A name for the client's key; empty if no key is needed. Raises: ApiError."""
@@ -134,7 +123,7 @@ class Gate:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = [key] if scheme.lower() == b"bearer" else []
         given += [headers[b"x-api-key"]] if b"x-api-key" in headers else []  # Anthropic's clients send it
-        digests = [_digest(key.strip()) for key in given]
+        digests = [hashlib.sha256(key.strip()).digest() for key in given]
         # Compare all keys, so that the time reveals nothing.
         matches = [digest for digest in digests for known in self.digests if hmac.compare_digest(digest, known)]
         if not matches:
@@ -188,10 +177,6 @@ def share_with(origins: Sequence[str], app: ASGIApp) -> ASGIApp:
     if not origins:
         return app
     return CORSMiddleware(app, origins, ("GET", "POST"), ("*",), expose_headers=READABLE_HEADERS)
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def _check_room(size: int, total: int, most: int) -> None:

@@ -20,7 +20,7 @@ import psutil
 import nanopage
 from nanopage.files.json_log import JSON_LOG
 from nanopage.server.errors import ApiError, internal_error
-from nanopage.server.relay import ENGINE_DEAD, ERROR, Reply
+from nanopage.server.relay import ENGINE_DEAD, ERROR, Call, Reply
 
 logger = logging.getLogger("nanopage")
 
@@ -32,38 +32,24 @@ MAX_LINE = 1 << 20  # bytes of a line of the log
 OF_CONNECTIONS = (b"connection", b"keep-alive", b"transfer-encoding", b"date")
 
 
-@dataclass
-class Call:
-    """A call on its way to a process."""
-
-    method: str
-    path: str
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-
-
+@dataclass(eq=False)
 class ModelProcess:
-    """A server with one model.
+    """A server with one model."""
 
-    `ready` says whether it takes calls. Whoever starts it sets this.
+    name: str  # of the model, for messages
+    command: list[str]  # the program and its arguments
+    options: dict[str, Any]  # of `nanopage serve`, as in `run`: what the program reads from its stdin
+    key: str  # one that the process accepts; "" if it needs none
+    num_bytes: int  # the memory that it is assumed to need
+    ready: bool = False  # whether it takes calls; whoever starts it sets this
 
-    Args:
-        name: the model's name, for messages.
-        command: the program and its arguments.
-        options: what the program reads from its stdin: the options of `nanopage serve`, as in `run`.
-        key: a key that the process accepts; "" if it needs none.
-        num_bytes: the memory that it is assumed to need.
-    """
-
-    def __init__(self, name: str, command: list[str], options: dict[str, Any], key: str, num_bytes: int):
-        self.name, self.command, self.options, self.key, self.num_bytes = name, command, options, key, num_bytes
-        self.ready = False
+    def __post_init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._log: asyncio.Task | None = None
         self._last_lines: deque[str] = deque(maxlen=1)
         # A new connection for each call: one that is kept could be closed while a call is sent through it.
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-        transport = httpx2.AsyncHTTPTransport(verify=False, uds=options["uds"], limits=limits)
+        transport = httpx2.AsyncHTTPTransport(verify=False, uds=self.options["uds"], limits=limits)
         timeout = httpx2.Timeout(None, connect=HEALTH_SECONDS)
         self._client = httpx2.AsyncClient(
             transport=transport, base_url="http://localhost", timeout=timeout, trust_env=False

@@ -32,10 +32,10 @@ from nanopage.server.app import create_routes, model_card
 from nanopage.server.audio import read_form
 from nanopage.server.errors import ApiError, json_response
 from nanopage.server.json_body import read_json
-from nanopage.server.metrics import CONTENT_TYPE, Page, merge, relabel
+from nanopage.server.metrics import merge, metrics_reply, relabel
 from nanopage.server.middleware import AUDIO_PATHS
-from nanopage.server.model_process import Call, ModelProcess, environment
-from nanopage.server.relay import HEADERS, POSTS, TEXT_PATHS, Calls, Reply
+from nanopage.server.model_process import ModelProcess, environment
+from nanopage.server.relay import HEADERS, POSTS, TEXT_PATHS, Call, Calls, Reply
 from nanopage.server.residents import GIB, Resident, Residents
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import KEEP_ALIVE_SECONDS, PING
@@ -74,19 +74,13 @@ METRICS: list[tuple[Any, str, str, Callable[[Resident], float]]] = [
 ]
 # Options of the server in front, as the models' processes get them.
 IN_FRONT: dict[str, Any] = {
-    "model": None,
-    "models_dir": None,
-    "models_memory": None,
-    "keep_alive": None,
-    "host": "localhost",
-    "root_path": "",
+    **dict.fromkeys(("model", "models_dir", "models_memory", "keep_alive")),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")),
+    **dict.fromkeys(("insecure", "public_metrics"), False),
     "allowed_host": [],
     "allowed_origins": [],
-    "insecure": False,
-    "public_metrics": False,
-    "ssl_keyfile": None,
-    "ssl_certfile": None,
-    "ssl_ca_certs": None,
+    "host": "localhost",
+    "root_path": "",
     "ssl_cert_reqs": 0,
     "log_format": "text",  # its lines become messages here
 }
@@ -154,10 +148,6 @@ class Models:
         """Remove what is left once the server has stopped. The processes end with this one, however it ends."""
         self._directory.cleanup()
 
-    def is_busy(self) -> bool:
-        """No thread here runs a step."""
-        return False
-
     def _make_process(self, model: Resident) -> ModelProcess:
         """The process of a model. Raises: FileNotFoundError."""
         hub.find(model.path)
@@ -190,7 +180,7 @@ class Models:
             counts = {state: states.count(state) for state in ("loaded", "loading", "unloaded")}
             await json_response(counts)(scope, receive, send)
         elif (method, path) == ("GET", "/metrics"):
-            await Response(await self._metrics(), media_type=CONTENT_TYPE)(scope, receive, send)
+            await (await self._metrics())(scope, receive, send)
         elif method == "GET" and path in ("/v1/models", "/v1/models/"):
             cards = [self._card(name) for name in self.models]
             ends = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
@@ -219,8 +209,7 @@ class Models:
         model = self.models[self.state.model_name(name)]
         headers = [item for item in scope["headers"] if item[0] in (*HEADERS, *KEY_HEADERS)]
         reply = Reply(path, send, scope["nanopage.send"])
-        call = Call(method, path, headers, body)
-        await self.calls.run(self._answer(model, call, reply, streams), reply, receive)
+        await self.calls.run(self._answer(model, Call(method, path, headers, body), reply, streams), reply, receive)
 
     def _check_queue(self, model: Resident, num_bytes: int) -> None:
         """Raises: ApiError if too many requests wait until the model is loaded. Afterwards, its process counts."""
@@ -247,13 +236,10 @@ class Models:
         """A model's entry in /v1/models, with what its process said when it was last loaded."""
         model = self.models[name]
         known = model_card(ServerState([name], created=self.state.created), name)
-        known |= {
-            field: model.card[field] for field in ("max_model_len", "default_sampling_params") if field in model.card
-        }
-        error = None if model.error is None else str(model.error)
-        return known | {"state": model.state, "error": error}
+        known |= {key: model.card[key] for key in ("max_model_len", "default_sampling_params") if key in model.card}
+        return known | {"state": model.state, "error": None if model.error is None else str(model.error)}
 
-    async def _metrics(self) -> bytes:
+    async def _metrics(self) -> Response:
         models, found = [*self.models.values()], []
         for kind, name, text, value_of in METRICS:
             family = kind(f"nanopage:{name}", text, labels=["model_name"])
@@ -268,7 +254,7 @@ class Models:
         engines = merge(pages)
         if (heard := engines.pop(HEARD, None)) is not None:
             self.state.transcribed_seconds = sum(sample.value for sample in heard.samples)
-        return Page(self.state, [*found, *engines.values()]).text()
+        return metrics_reply(self.state, [*found, *engines.values()])
 
 
 def weight_bytes(path: str) -> int:
@@ -292,8 +278,7 @@ async def _read_body(path: str, scope: Scope, body: bytes) -> tuple[str | None, 
         fields = msgspec.json.decode(body, type=_Fields)
     except (ValueError, RecursionError):
         read_json(body)  # raises what is wrong
-        message = "the body must be a JSON object with the content-type application/json"
-        raise ApiError(400, message) from None
+        raise ApiError(400, "the body must be a JSON object with the content-type application/json") from None
     if not isinstance(fields.model, str | None):
         raise ApiError(400, "model: must be a string", param="model")
     return fields.model, fields.stream is True and path in TEXT_PATHS

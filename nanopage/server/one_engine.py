@@ -19,10 +19,8 @@ logger = logging.getLogger("nanopage")
 
 
 class OneEngine:
-    """How the engine starts and stops.
-
-    Args: state: gets the engine. model: what to load. needs_key: whether requests need an API key.
-    """
+    """How the engine starts and stops. Args: state: gets the engine. model: what to load. needs_key: whether requests
+    need an API key."""
 
     sockets_per_call = 1
 
@@ -61,13 +59,6 @@ class OneEngine:
         if self.state.llm is not None:
             await asyncio.to_thread(self.state.llm.shutdown, SECONDS_TO_CLOSE)
 
-    def close(self) -> None:
-        """Nothing is left after `stop`."""
-
-    def is_busy(self) -> bool:
-        """Whether a thread still runs a step."""
-        return self.state.llm is not None and not self.state.llm.shutdown(0)
-
     def _describe(self) -> LocalServer | None:
         """What programs of this user can read about the server; None if it makes no text."""
         assert self.state.llm is not None
@@ -93,11 +84,8 @@ class OneEngine:
 
 
 class LocalSocket:
-    """A Unix socket with a file that describes the server (see files/local_servers.py), until `close`.
-
-    Args: make_protocol, limit: as in Listener.
-    Raises: OSError if there can be none.
-    """
+    """A Unix socket with a file that describes the server (see files/local_servers.py), until `close`. Args:
+    make_protocol, limit: as in Listener. Raises: OSError if there can be none."""
 
     def __init__(self, server: LocalServer, make_protocol: Callable[[], asyncio.Protocol], limit: int):
         self._file = new_file()

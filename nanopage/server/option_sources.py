@@ -32,11 +32,6 @@ class Setting(NamedTuple):
     place: str
 
 
-def add_config_option(parser: argparse.ArgumentParser) -> None:
-    """Add --config, which `read_options` reads."""
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options, such as `port: 8080`")
-
-
 def read_options(
     parser: argparse.ArgumentParser, arguments: list[str], variables: Mapping[str, str]
 ) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Options of the model that `nanopage serve` and `nanopage run-batch` have in common, and its loading."""
+"""Options of models that programs of the server have in common: of one model, with its loading, and of several."""
 
 import argparse
 import logging
@@ -20,6 +20,19 @@ from nanopage.weights import hub
 logger = logging.getLogger("nanopage")
 
 SECONDS_TO_CLOSE = 5  # at shutdown, for clients to read what was sent and for a step to end
+UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
+SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+# Options that do not work with several models -> why.
+REFUSED = {
+    "model_tag": "give --model NAME=PATH",
+    "served_model_name": "the names are those of --model NAME=PATH",
+    "lora_modules": "an adapter belongs to one model",
+    "prompt_adapters": "a soft prompt belongs to one model",
+    "allow_runtime_lora_updating": "an adapter belongs to one model",
+    "allow_sleep": "models are loaded and unloaded by need",
+    "view": "the live view shows one engine",
+    "replicas": "replicas have one model",
+}
 
 
 def positive(text: str) -> int:
@@ -30,37 +43,20 @@ def positive(text: str) -> int:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, and a group with names of the model, adapters and calls of tools."""
+    """Add --config, for `read_options`, MODEL, and a group with names of the model, adapters and calls of tools."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file of options, such as `port: 8080`")
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
-    group = parser.add_argument_group("model")
-    group.add_argument("--served-model-name", nargs="+", help="names of the model in requests")
-    group.add_argument(
-        "--default-max-tokens",
-        type=positive,
-        metavar="N",
-        help="most tokens of a reply whose request has no limit (default: as many as the context holds, in "
-        "/v1/completions 16)",
-    )
-    group.add_argument(
-        "--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters that requests name as models"
-    )
-    group.add_argument(
-        "--prompt-adapters", nargs="+", default=[], metavar="NAME=PATH", help="soft prompts, which are named likewise"
-    )
-    group.add_argument(
-        "--tool-call-parser",
-        choices=FORMATS,
-        help="how the model writes calls of tools (default: found in its chat template)",
-    )
-    group.add_argument(
-        "--named-tool-finish-reason",
-        choices=FINISH_REASONS,
-        default="stop",
-        help="finish_reason of a reply whose call the request has named (default: %(default)s)",
-    )
-    group.add_argument(
-        "--enable-auto-tool-choice", action="store_true", help="accepted for vLLM's commands: tools always work"
-    )
+    add = parser.add_argument_group("model").add_argument
+    add("--served-model-name", nargs="+", help="names of the model in requests")
+    text = "most tokens of a reply whose request has no limit (default: as many as the context holds, in "
+    add("--default-max-tokens", type=positive, metavar="N", help=text + "/v1/completions 16)")
+    add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters that requests name as models")
+    add("--prompt-adapters", nargs="+", default=[], metavar="NAME=PATH", help="soft prompts, which are named likewise")
+    text = "how the model writes calls of tools (default: found in its chat template)"
+    add("--tool-call-parser", choices=FORMATS, help=text)
+    text = "finish_reason of a reply whose call the request has named (default: %(default)s)"
+    add("--named-tool-finish-reason", choices=FINISH_REASONS, default="stop", help=text)
+    add("--enable-auto-tool-choice", action="store_true", help="accepted for vLLM's commands: tools always work")
 
 
 class Model:
@@ -123,46 +119,22 @@ def load_engine(engine_args: EngineArgs) -> AsyncLLM:
     return llm
 
 
-logger = logging.getLogger("nanopage")
-
-UNITS = {"MB": 10**6, "MiB": 2**20, "GB": 10**9, "GiB": 2**30}
-SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
-# Options that do not work with several models -> why.
-REFUSED = {
-    "model_tag": "give --model NAME=PATH",
-    "served_model_name": "the names are those of --model NAME=PATH",
-    "lora_modules": "an adapter belongs to one model",
-    "prompt_adapters": "a soft prompt belongs to one model",
-    "allow_runtime_lora_updating": "an adapter belongs to one model",
-    "allow_sleep": "models are loaded and unloaded by need",
-    "view": "the live view shows one engine",
-    "replicas": "replicas have one model",
-}
+# Several models
 
 
-def add_models_options(parser: argparse.ArgumentParser) -> None:
+def add_models(parser: argparse.ArgumentParser) -> None:
     """Add the options of several models, apart from --model."""
-    group = parser.add_argument_group("several models (see docs/server.md)")
-    group.add_argument("--models-dir", metavar="DIR", help="serve each subdirectory and each .gguf file as a model")
-    group.add_argument(
-        "--models-memory",
-        type=_size,
-        metavar="SIZE",
-        help="most memory of all loaded models, such as 8GiB (default: what is free at the start)",
-    )
-    group.add_argument(
-        "--keep-alive",
-        type=_duration,
-        metavar="TIME",
-        help="unload a model that has been idle for this time, such as 30s, 5m or 1h; -1: never (default: 5m)",
-    )
+    add = parser.add_argument_group("several models (see docs/server.md)").add_argument
+    add("--models-dir", metavar="DIR", help="serve each subdirectory and each .gguf file as a model")
+    text = "most memory of all loaded models, such as 8GiB (default: what is free at the start)"
+    add("--models-memory", type=_size, metavar="SIZE", help=text)
+    text = "unload a model that has been idle for this time, such as 30s, 5m or 1h; -1: never (default: 5m)"
+    add("--keep-alive", type=_duration, metavar="TIME", help=text)
 
 
 def named_models(args: argparse.Namespace) -> dict[str, str]:
-    """The models of a server with several: name -> path. Empty for a server with one.
-
-    Raises: ValueError for options that do not fit, FileNotFoundError for a model that is not there.
-    """
+    """The models of a server with several: name -> path. Empty for a server with one. Raises: ValueError for options
+    that do not fit, FileNotFoundError for a model that is not there."""
     given = args.model or []
     named = [value for value in given if "=" in value and not os.path.exists(os.path.expanduser(value))]
     if len(given) < 2 and not named and args.models_dir is None:

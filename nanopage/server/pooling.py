@@ -15,73 +15,58 @@ from nanopage.checks.pooling import PoolingConfig
 from nanopage.outputs import RequestOutput
 from nanopage.params import PoolingParams
 from nanopage.pooling.scoring import Pair, pair_texts, read_scores, scoring_prompts
-from nanopage.server.adapters import AnyServed
 from nanopage.server.completions import MAX_PROMPTS, read_prompts
 from nanopage.server.errors import ApiError
 from nanopage.server.generation import Generation, start
 from nanopage.server.protocol import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from nanopage.server.state import ServerState
 
 ENCODINGS = ("float", "base64")
 
 
 @dataclass
 class PoolingCall:
-    """One call.
+    """One call."""
 
-    Args:
-        kind: the prefix of the reply's id.
-        prompts: as the engine takes them, one for each request.
-        make_reply: makes the fields of the reply from the outputs of all requests, in order.
-    """
-
-    llm: AsyncLLM
+    state: ServerState
     body: PoolingBody
-    model: str
-    kind: str
-    prompts: list[dict]
+    kind: str  # the prefix of the reply's id
+    prompts: list[dict]  # as the engine takes them, one for each request
     params: PoolingParams
-    make_reply: Callable[[list[RequestOutput]], dict]
+    make_reply: Callable[[list[RequestOutput]], dict]  # the reply's own fields, of the outputs of all requests in order
 
     def __post_init__(self):
-        self.id = f"{self.kind}-{uuid.uuid4().hex}"
+        self.id, self.llm = f"{self.kind}-{uuid.uuid4().hex}", self.state.require()
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the prompts into the engine. Arguments and errors: as `generation.start`."""
         return await start(self.llm, self.prompts, self.params, self.body, entered)
 
     def reply(self, outputs: list[RequestOutput]) -> dict:
-        made = {"id": self.id, "created": int(time.time()), "model": self.model}
+        made = {"id": self.id, "created": int(time.time()), "model": self.state.model_name(self.body.model)}
         count = sum(len(output.prompt_token_ids) for output in outputs)
         return made | self.make_reply(outputs) | {"usage": {"prompt_tokens": count, "total_tokens": count}}
 
 
-def embeddings(llm: AsyncLLM, body: EmbeddingBody, model: str, adapter: AnyServed | None = None) -> PoolingCall:
+def embeddings(state: ServerState, body: EmbeddingBody) -> PoolingCall:
     """A call of /v1/embeddings. Raises: ApiError for a field that is out of bounds."""
     if body.encoding_format not in ENCODINGS:
         raise ApiError(400, f"encoding_format must be one of {', '.join(ENCODINGS)}", param="encoding_format")
-    prompts = [
-        {"prompt" if isinstance(text, str) else "prompt_token_ids": text} for text in read_prompts(body.input, "input")
-    ]
+    texts = read_prompts(body.input, "input")
+    prompts = [{"prompt" if isinstance(text, str) else "prompt_token_ids": text} for text in texts]
 
     def reply(outputs: list[RequestOutput]) -> dict:
         vectors = [cast(np.ndarray, output.pooled).astype("<f4") for output in outputs]
-        data = [
-            {
-                "object": "embedding",
-                "index": index,
-                "embedding": vector.tolist()
-                if body.encoding_format == "float"
-                else base64.b64encode(vector.tobytes()).decode(),
-            }
-            for index, vector in enumerate(vectors)
-        ]
+        as_text = body.encoding_format == "base64"
+        encoded = [base64.b64encode(v.tobytes()).decode() if as_text else v.tolist() for v in vectors]
+        data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(encoded)]
         return {"object": "list", "data": data}
 
     params = _params(body, dimensions=body.dimensions, normalize=body.normalize, prompt_name=body.prompt_name)
-    return PoolingCall(llm, body, model, "embd", prompts, params, reply)
+    return PoolingCall(state, body, "embd", prompts, params, reply)
 
 
-def score(llm: AsyncLLM, body: ScoreBody, model: str, adapter: AnyServed | None = None) -> PoolingCall:
+def score(state: ServerState, body: ScoreBody) -> PoolingCall:
     """A call of /v1/score. Raises: as `embeddings`."""
     for name in ("text_1", "text_2"):
         _check_count(name, getattr(body, name))
@@ -90,16 +75,17 @@ def score(llm: AsyncLLM, body: ScoreBody, model: str, adapter: AnyServed | None 
     except ValueError as error:
         message = str(error).replace("data_1", "text_1").replace("data_2", "text_2")
         raise ApiError(400, message, param="text_2") from None
+    pooling = _pooling(state)
 
     def reply(outputs: list[RequestOutput]) -> dict:
-        scores = read_scores(_pooling(llm), pairs, outputs)
+        scores = read_scores(pooling, pairs, outputs)
         data = [{"object": "score", "index": index, "score": value} for index, (_, value) in enumerate(scores)]
         return {"object": "list", "data": data}
 
-    return _scoring_call(llm, body, model, "score", pairs, reply)
+    return _scoring_call(state, body, "score", pairs, reply)
 
 
-def rerank(llm: AsyncLLM, body: RerankBody, model: str, adapter: AnyServed | None = None) -> PoolingCall:
+def rerank(state: ServerState, body: RerankBody) -> PoolingCall:
     """A call of /v1/rerank. Raises: as `embeddings`."""
     if body.top_n is not None and body.top_n < 1:
         raise ApiError(400, f"top_n={body.top_n} is less than 1", param="top_n")
@@ -112,10 +98,10 @@ def rerank(llm: AsyncLLM, body: RerankBody, model: str, adapter: AnyServed | Non
         documents.append(text)
     if not documents:
         raise ApiError(400, "documents is empty", param="documents")
-    pairs = [(body.query, document) for document in documents]
+    pairs, pooling = [(body.query, document) for document in documents], _pooling(state)
 
     def reply(outputs: list[RequestOutput]) -> dict:
-        values = [value for _, value in read_scores(_pooling(llm), pairs, outputs)]
+        values = [value for _, value in read_scores(pooling, pairs, outputs)]
         best = sorted(range(len(values)), key=lambda index: -values[index])[: body.top_n]
         results = [
             {"index": index, "relevance_score": values[index]}
@@ -124,7 +110,7 @@ def rerank(llm: AsyncLLM, body: RerankBody, model: str, adapter: AnyServed | Non
         ]
         return {"results": results}
 
-    return _scoring_call(llm, body, model, "rerank", pairs, reply)
+    return _scoring_call(state, body, "rerank", pairs, reply)
 
 
 def check_task(llm: AsyncLLM, model: str, path: str, body: Any) -> None:
@@ -144,17 +130,16 @@ def check_task(llm: AsyncLLM, model: str, path: str, body: Any) -> None:
 
 
 def _scoring_call(
-    llm: AsyncLLM,
+    state: ServerState,
     body: ScoreBody | RerankBody,
-    model: str,
     kind: str,
     pairs: list[Pair],
     reply: Callable[[list[RequestOutput]], dict],
 ) -> PoolingCall:
-    prompts = scoring_prompts(_pooling(llm), pairs)
+    prompts = scoring_prompts(_pooling(state), pairs)
     _check_count(body.prompt_field, prompts)
     listed = [{"prompt": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
-    return PoolingCall(llm, body, model, kind, listed, _params(body, use_activation=body.use_activation), reply)
+    return PoolingCall(state, body, kind, listed, _params(body, use_activation=body.use_activation), reply)
 
 
 def _check_count(field: str, texts: str | list) -> None:
@@ -163,9 +148,9 @@ def _check_count(field: str, texts: str | list) -> None:
         raise ApiError(400, f"{field} has {len(texts):,} texts: at most {MAX_PROMPTS:,}", param=field)
 
 
-def _pooling(llm: AsyncLLM) -> PoolingConfig:
+def _pooling(state: ServerState) -> PoolingConfig:
     """The model's PoolingConfig. `check_task` has checked that there is one."""
-    return cast(PoolingConfig, llm.engine.model_config.pooling)
+    return cast(PoolingConfig, state.require().engine.model_config.pooling)
 
 
 def _params(body: PoolingBody, **fields: Any) -> PoolingParams:

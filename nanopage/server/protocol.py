@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from nanopage.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from nanopage.server.errors import ApiError, invalid
-from nanopage.server.fields import CHAT, REFUSED, RESPONSES, check_unknown
+from nanopage.server.fields import CHAT, REFUSED, RESPONSES, USE_CHAT, check_unknown
 from nanopage.server.formats import FIELD, read_response_format, read_structured_outputs
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -42,6 +42,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, hide_input_in_errors=True)
     refused: ClassVar[dict[str, tuple[tuple, str]]] = {}  # besides REFUSED
     known: ClassVar[dict[str, tuple[str, ...]]] = {}  # fields of objects inside (see fields.py)
+    prompt_field: ClassVar[str] = "messages"  # has the prompt, or the texts
 
     @model_validator(mode="before")
     @classmethod
@@ -55,6 +56,10 @@ class Body(BaseModel):
     def check_unknown(self, strict: bool) -> list[str]:
         """The ignored fields to be listed (see fields.py). Raises: ApiError for a field that is refused."""
         return check_unknown(self, strict, REFUSED | self.refused, self.known)
+
+    def invalid(self, error: Exception) -> ApiError:
+        """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
+        return invalid(error, (*type(self).model_fields, self.prompt_field))
 
 
 class StreamOptions(Body):
@@ -130,11 +135,6 @@ class SamplingBody(CommonBody):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def prompt_field(self) -> str:
-        """The field that has the prompt."""
-        return "prompt" if "prompt" in type(self).model_fields else "messages"
-
-    @property
     def wants_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -182,14 +182,10 @@ class SamplingBody(CommonBody):
         given = {name: getattr(self, name) for name in OF_PARAMS if getattr(self, name) is not None}
         try:
             given |= {"logit_bias": _token_ids(self.logit_bias), "structured_outputs": structured}
-            params = dataclasses.replace(
-                default,
-                **given,
-                max_tokens=max_tokens if self.limit is None else self.limit,
-                logprobs=logprobs,
-                prompt_logprobs=self.prompt_logprobs,
-                output_kind=RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY,
-            )
+            given |= {"logprobs": logprobs, "prompt_logprobs": self.prompt_logprobs}
+            given["max_tokens"] = max_tokens if self.limit is None else self.limit
+            given["output_kind"] = RequestOutputKind.CUMULATIVE if self.stream else RequestOutputKind.FINAL_ONLY
+            params = dataclasses.replace(default, **given)
             if not params.greedy:  # greedy completions are all the same, so only one is computed
                 params = dataclasses.replace(params, n=self.n, best_of=self.best_of)
         except (ValueError, TypeError) as error:
@@ -201,8 +197,7 @@ class SamplingBody(CommonBody):
         form = self._format()
         structured = None if self.structured_outputs is None else read_structured_outputs(self.structured_outputs)
         if form is not None and structured is not None:
-            message = "response_format and structured_outputs exclude each other"
-            raise ApiError(400, message, param="structured_outputs")
+            raise ApiError(400, "response_format and structured_outputs exclude each other", param="structured_outputs")
         return structured if form is None else form
 
     def _format(self) -> StructuredOutputsParams | None:
@@ -215,13 +210,12 @@ class SamplingBody(CommonBody):
             raise ApiError(400, f"{message}are more than {MAX_LOGPROBS:,}: ask for fewer", param=field)
 
     def invalid(self, error: Exception) -> ApiError:
-        """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
         if match := re.match(FIELD, str(error)):
             param = match[0] if self._format() is None else "response_format"
             if self.structured_outputs is None and getattr(self, "tools", None) and param != "response_format":
                 param = "tools"  # the grammar comes from the tools
             return ApiError(400, param + str(error)[match.end() :], param=param)
-        return invalid(error, (*type(self).model_fields, self.prompt_field))
+        return super().invalid(error)
 
 
 class ChatBody(SamplingBody):
@@ -248,6 +242,8 @@ class ChatBody(SamplingBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
+    prompt_field = "prompt"
+
     def bound(self, max_tokens: int) -> None:
         super().bound(min(max_tokens, DEFAULT_MAX_TOKENS))
 
@@ -263,20 +259,14 @@ class ResponsesBody(CommonBody):
     """POST /v1/responses. Sampling parameters that OpenAI's endpoint lacks are the same as for a chat."""
 
     refused = ChatBody.refused | {
-        "max_tokens": ((), "use max_output_tokens"),
-        "max_completion_tokens": ((), "use max_output_tokens"),
-        "n": ((1,), "a response is one: use /v1/chat/completions"),
-        "best_of": ((1,), "a response is one: use /v1/chat/completions"),
-        "logprobs": ((False,), "use /v1/chat/completions"),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), ((), "use max_output_tokens")),
+        **dict.fromkeys(("n", "best_of"), ((1,), "a response is one: use /v1/chat/completions")),
         "messages": ((), "use input"),
-        "add_generation_prompt": ((True,), "use /v1/chat/completions"),
-        "continue_final_message": ((False,), "use /v1/chat/completions"),
-        "truncate_prompt_tokens": ((), "use /v1/chat/completions"),
-        "prompt_logprobs": ((), "use /v1/chat/completions"),
-        "use_beam_search": ((False,), "use /v1/chat/completions"),
-        "length_penalty": ((1, 1.0), "use /v1/chat/completions"),
-        "return_token_ids": ((False,), "use /v1/chat/completions"),
-        "return_tokens_as_token_ids": ((False,), "use /v1/chat/completions"),
+        "add_generation_prompt": ((True,), USE_CHAT),
+        "length_penalty": ((1, 1.0), USE_CHAT),
+        **dict.fromkeys(("truncate_prompt_tokens", "prompt_logprobs"), ((), USE_CHAT)),
+        **dict.fromkeys(("logprobs", "continue_final_message", "use_beam_search"), ((False,), USE_CHAT)),
+        **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), ((False,), USE_CHAT)),
     }
 
     known = RESPONSES
@@ -321,14 +311,7 @@ class PoolingBody(Body):
     cache_salt: Salt | None = None
     stream: bool = False  # refused if true
 
-    @property
-    def prompt_field(self) -> str:
-        """The field that has the texts."""
-        return next(name for name in ("input", "text_2", "documents") if name in type(self).model_fields)
-
-    def invalid(self, error: Exception) -> ApiError:
-        """A 400 for an error of the engine, with the field's name if the message begins with one of this body's."""
-        return invalid(error, (*type(self).model_fields, self.prompt_field))
+    prompt_field = "input"
 
 
 class EmbeddingBody(PoolingBody):
@@ -344,6 +327,8 @@ class EmbeddingBody(PoolingBody):
 class ScoreBody(PoolingBody):
     """POST /v1/score: a text with each of several, or the texts of two lists."""
 
+    prompt_field = "text_2"
+
     text_1: str | Texts
     text_2: str | Texts
     use_activation: bool | None = None
@@ -351,6 +336,8 @@ class ScoreBody(PoolingBody):
 
 class RerankBody(PoolingBody):
     """POST /v1/rerank, in the form of Jina and Cohere."""
+
+    prompt_field = "documents"
 
     query: str
     documents: Annotated[list[str | dict[str, Any]], Field(fail_fast=True)]

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Send
 
@@ -12,6 +12,9 @@ from nanopage.server.errors import ApiError, internal_error
 from nanopage.server.middleware import AUDIO_PATHS
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import DONE, PING, encode_event, until_gone
+
+if TYPE_CHECKING:
+    from nanopage.server.route import Route
 
 logger = logging.getLogger("nanopage")
 
@@ -26,23 +29,30 @@ ERROR, ENGINE_DEAD = b'data: {"error":', b'"code":"engine_dead"'
 
 
 @dataclass
-class Reply:
-    """How much of a reply the client has.
+class Call:
+    """A call on its way to an engine's process."""
 
-    path: the call's, which decides the form of errors.
-    send: for the head.
-    direct: for the rest of the reply; bypasses the layers in between.
-    begun: whether the client has the head.
-    num_events: events of a stream that the client has.
-    complete: whether the client has all of it.
-    """
-
+    method: str
     path: str
-    send: Send
-    direct: Send
-    begun: bool = False
-    num_events: int = 0
-    complete: bool = False
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    key: str = ""  # for a replica: the name of the client's key, as Gate gives it
+    route: "Route | None" = None  # chooses the replica; it stays in Front's process
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"route": None}
+
+
+@dataclass
+class Reply:
+    """How much of a reply the client has."""
+
+    path: str  # the call's, which decides the form of errors
+    send: Send  # for the head
+    direct: Send  # for the rest of the reply; bypasses the layers in between
+    begun: bool = False  # whether the client has the head
+    num_events: int = 0  # events of a stream that the client has
+    complete: bool = False  # whether the client has all of it
 
     async def begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         """Send the head, unless the client has it."""

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from prometheus_client.core import Metric
@@ -23,11 +23,9 @@ from nanopage.server.errors import ApiError
 from nanopage.server.in_process import http_scope
 from nanopage.server.metrics import relabel
 from nanopage.server.options import load_engine
+from nanopage.server.relay import Call
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs
-
-if TYPE_CHECKING:
-    from nanopage.server.route import Route
 
 logger = logging.getLogger("nanopage")
 
@@ -36,20 +34,13 @@ CANNOT_START = "the replica cannot start: "
 
 @dataclass
 class Settings:
-    """What a replica needs to start: plain data, which Ray stores.
+    """What a replica needs to start: plain data, which Ray stores."""
 
-    state: arguments of ServerState.
-    engine: options of EngineArgs.
-    tracing: where spans are sent.
-    front: the FrontAlive of the front process, if the cluster outlives that process.
-    version: nanopage's version in the front process.
-    """
-
-    state: dict[str, Any]
-    engine: dict[str, Any]
-    tracing: str | None = None
-    front: Any = None
-    version: str = nanopage.__version__
+    state: dict[str, Any]  # arguments of ServerState
+    engine: dict[str, Any]  # options of EngineArgs
+    tracing: str | None = None  # where spans are sent
+    front: Any = None  # the FrontAlive of the front process, if the cluster outlives that process
+    version: str = nanopage.__version__  # in the front process
 
 
 class FrontAlive:
@@ -67,25 +58,6 @@ def _end_with(front: Any, application: str) -> None:
     except RayError:
         logger.warning("the server that started this replica has ended: the replicas end as well")
         serve.delete(application, _blocking=False)
-
-
-@dataclass
-class Call:
-    """An HTTP call on its way to a replica.
-
-    key: the name of the client's key, as Gate gives it.
-    route: chooses the replica. It stays in Front's process.
-    """
-
-    method: str
-    path: str
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-    key: str
-    route: "Route | None" = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"route": None}
 
 
 class Replica:

@@ -26,33 +26,23 @@ MEASURE_SECONDS = 10.0  # between measurements while requests run
 
 @dataclass(eq=False)
 class Resident:
-    """A model, and what has become of it.
-
-    path: what to load.
-    process: its process, loaded or not. task: loads it. closing: it takes no new requests, so that others fit.
-    num_running, num_waiting, num_waiting_bytes: its requests.
-    num_bytes: what it needed when it was last loaded; None if it never was.
-    last_used, loaded_at, failed_at: when; `time.monotonic`.
-    timer: unloads it when it has been idle.
-    error: why it could not be loaded.
-    card: its entry in /v1/models.
-    """
+    """A model, and what has become of it. Times are `time.monotonic`."""
 
     name: str
-    path: str
-    process: ModelProcess | None = None
-    task: asyncio.Task | None = None
-    closing: bool = False
-    num_running: int = 0
+    path: str  # what to load
+    process: ModelProcess | None = None  # loaded or not
+    task: asyncio.Task | None = None  # loads it
+    closing: bool = False  # it takes no new requests, so that others fit
+    num_running: int = 0  # of its requests
     num_waiting: int = 0
     num_waiting_bytes: int = 0
-    num_bytes: int | None = None
+    num_bytes: int | None = None  # what it needed when it was last loaded; None if it never was
     last_used: float = 0.0
     loaded_at: float = 0.0
     failed_at: float = 0.0
-    timer: asyncio.TimerHandle | None = None
-    error: ApiError | None = None
-    card: dict = field(default_factory=dict)
+    timer: asyncio.TimerHandle | None = None  # unloads it when it has been idle
+    error: ApiError | None = None  # why it could not be loaded
+    card: dict = field(default_factory=dict)  # its entry in /v1/models
     load_seconds: float = 0.0
     num_loads: int = 0
     num_unloads: int = 0
@@ -79,28 +69,19 @@ class Resident:
         return "unloaded" if self.task is None or self.task.done() else "loading"
 
 
+@dataclass(eq=False)
 class Residents:
-    """Loads and unloads models.
+    """Loads and unloads models."""
 
-    Args:
-        models: all models there are.
-        make_process: makes the process of a model, without starting it. The process knows what memory it will need.
-            Raises OSError or ValueError for a model that cannot be loaded.
-        budget: bytes that all models may take together.
-        keep_alive: seconds after which an idle model is unloaded. Negative: never.
-        measures: whether the memory of processes is measured. If not, the first estimate stays.
-    """
+    models: list[Resident]  # all there are
+    # Makes the process of a model, which knows what memory it will need, without starting it. Raises OSError or
+    # ValueError for a model that cannot be loaded.
+    make_process: Callable[[Resident], ModelProcess]
+    budget: int  # bytes that all models may take together
+    keep_alive: float  # seconds after which an idle model is unloaded; negative: never
+    measures: bool = True  # whether the memory of processes is measured; if not, the first estimate stays
 
-    def __init__(
-        self,
-        models: list[Resident],
-        make_process: Callable[[Resident], ModelProcess],
-        budget: int,
-        keep_alive: float,
-        measures: bool = True,
-    ):
-        self.models, self.make_process, self.budget = models, make_process, budget
-        self.keep_alive, self.measures = keep_alive, measures
+    def __post_init__(self) -> None:
         self.draining = False
         self.processes: dict[ModelProcess, asyncio.Task | None] = {}  # those with memory -> the task that ends it
         self._turn = asyncio.Lock()  # of the model that takes memory next
@@ -110,11 +91,8 @@ class Residents:
 
     @contextlib.asynccontextmanager
     async def use(self, model: Resident, num_bytes: int) -> AsyncIterator[ModelProcess]:
-        """The process of a model, which stays loaded during the block.
-
-        Args: num_bytes: of the request.
-        Raises: ApiError if it cannot be loaded.
-        """
+        """The process of a model, which stays loaded during the block. Args: num_bytes: of the request. Raises:
+        ApiError if it cannot be loaded."""
         model.num_waiting, model.num_waiting_bytes = model.num_waiting + 1, model.num_waiting_bytes + num_bytes
         try:
             process = await self._wait_until_loaded(model)

@@ -3,19 +3,18 @@
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from nanopage.aio.async_llm import AsyncLLM
 from nanopage.grammar.tool_pieces import Arguments, Call, Content, Piece, Reasoning
 from nanopage.outputs import CompletionOutput, RequestOutput
-from nanopage.params import SamplingParams
-from nanopage.server.adapters import AnyServed
 from nanopage.server.chat import Chat
 from nanopage.server.errors import ApiError, renamed, unsupported
 from nanopage.server.generation import Generation, changes
+from nanopage.server.message_body import chat_form, text_field, unknown_type
 from nanopage.server.protocol import ChatBody, CommonBody, ResponsesBody
+from nanopage.server.state import ServerState
 from nanopage.server.templates import TEMPLATE_FIELDS, template_kwargs
-from nanopage.server.tools import ToolOptions
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"  # in `include`
@@ -29,42 +28,27 @@ NAMES = (  # of a chat, and of a response
 class Responses:
     """One call: a response, or the events that it comes in. Arguments and errors: as Chat."""
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        body: ResponsesBody,
-        model: str,
-        adapter: AnyServed | None = None,
-        options: ToolOptions | None = None,
-    ):
-        for field, asks in (("top_logprobs", body.top_logprobs > 0), ("include", LOGPROBS in body.include)):
+    def __init__(self, state: ServerState, body: ResponsesBody):
+        for name, asks in (("top_logprobs", body.top_logprobs > 0), ("include", LOGPROBS in body.include)):
             if asks:
-                raise unsupported(field, "for log-probabilities, use /v1/chat/completions")
+                raise unsupported(name, "for log-probabilities, use /v1/chat/completions")
         if body.response_format is not None:
             raise unsupported("response_format", "use text.format")
-        self.body, self.model = body, model
+        self.body, self.model = body, state.model_name(body.model)
         self.messages, self.places = _messages(body)
         fields: dict[str, Any] = {"messages": self.messages, "max_tokens": body.max_output_tokens}
         for name in (*CommonBody.model_fields, "parallel_tool_calls", *TEMPLATE_FIELDS, "stop_in_reasoning"):
             fields[name] = getattr(body, name)
         fields |= {"tools": _tools(body.tools) or None, "tool_choice": _tool_choice(body.tool_choice)}
-        fields["response_format"] = _response_format(body.text.format)
+        fields["response_format"] = chat_form(body.text.format)
         try:
-            self.chat = Chat(llm, ChatBody(**fields), model, adapter, options)
-            self.effort = template_kwargs(llm, body)[0].get("reasoning_effort")  # None: no template reads it
+            self.chat = Chat(state, ChatBody(**fields))
+            self.effort = template_kwargs(self.chat.llm, body)[0].get("reasoning_effort")  # None: no template reads it
         except ApiError as error:
             raise renamed(error, self.places, NAMES) from None
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
-        self.items = _Items(self.chat)
+        self.prompts, self.params, self.items = self.chat.prompts, self.chat.params, _Items(self.chat)
         self.num_events = 0  # events of the stream so far
-
-    @property
-    def prompts(self) -> list[str]:
-        return self.chat.prompts
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.chat.params
 
     async def start(self, entered: Callable[[], None]) -> Generation:
         """Put the conversation into the engine. Arguments and errors: as `generation.start`."""
@@ -128,64 +112,42 @@ class Responses:
         return response
 
     def _envelope(self, status: str) -> dict:
-        params, body, choice = self.chat.params, self.body, self.chat.use.choice
+        params, body, choice, tools = self.chat.params, self.body, self.chat.use.choice, self.chat.use.tools
+        nulls = ("error", "incomplete_details", "max_tool_calls", "previous_response_id", "usage")
+        of_params = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
+        of_body = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "prompt_cache_key")
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "background": False,
-            "frequency_penalty": params.frequency_penalty,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": None,
-            "metadata": body.metadata,
             "model": self.model,
             "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "presence_penalty": params.presence_penalty,
-            "previous_response_id": None,
-            "prompt_cache_key": body.prompt_cache_key,
+            "background": False,
             "reasoning": {"effort": self.effort, "summary": None},
-            "safety_identifier": body.safety_identifier,
             "service_tier": "default",
             "store": False,
-            "temperature": params.temperature,
             "text": {"format": _returned_format(body.text.format)},
             "tool_choice": {"type": "function", "name": choice.name} if choice.kind == "named" else choice.kind,
-            "tools": [
-                {
-                    "type": "function",
-                    "name": tool.name,
-                    "description": tool.description or None,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict,
-                }
-                for tool in self.chat.use.tools
-            ],
+            "tools": [{"type": "function"} | vars(tool) | {"description": tool.description or None} for tool in tools],
             "top_logprobs": 0,
-            "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": None,
-            "user": body.user,
+            **dict.fromkeys(nulls),
+            **{name: getattr(params, name) for name in of_params},
+            **{name: getattr(body, name) for name in (*of_body, "safety_identifier", "user")},
         }
 
 
+@dataclass
 class _Items:
-    """The items of a response: reasoning, messages and calls, one after the other, and the events that they come in.
+    """The items of a response: reasoning, messages and calls, one after the other, and the events that they come in."""
 
-    done: the complete items.
-    """
-
-    def __init__(self, chat: Chat):
-        self.chat = chat
-        self.done: list[dict] = []
-        self._item: dict | None = None  # the item that grows
-        self._text = ""  # its text so far
-        self._num_calls = 0
+    chat: Chat
+    done: list[dict] = field(default_factory=list)  # the complete items
+    _item: dict | None = None  # the item that grows
+    _text: str = ""  # its text so far
+    _num_calls: int = 0
 
     def add(self, piece: Piece) -> Iterator[dict]:
         """The events of a piece."""
@@ -229,7 +191,14 @@ class _Items:
         self._item, self._text = None, ""
 
     def _open(self, kind: str, name: str) -> Iterator[dict]:
-        self._item = self._make(kind, name)
+        self._item = {"type": kind, "status": "in_progress"}
+        if kind == "message":
+            self._item |= {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
+        elif kind == "reasoning":
+            self._item |= {"id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}
+        else:
+            call_id, self._num_calls = self.chat.call_ids[0, self._num_calls], self._num_calls + 1
+            self._item |= {"id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, "name": name, "arguments": ""}
         yield {"type": "response.output_item.added", "output_index": len(self.done), "item": self._item}
         if kind != "function_call":
             yield {"type": "response.content_part.added", "part": _part(kind, "")} | self._where("content_index")
@@ -237,16 +206,6 @@ class _Items:
     def _where(self, *zeros: str) -> dict:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self.done)} | dict.fromkeys(zeros, 0)
-
-    def _make(self, kind: str, name: str) -> dict:
-        item: dict = {"type": kind, "status": "in_progress"}
-        if kind == "message":
-            return item | {"id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": []}
-        if kind == "reasoning":
-            return item | {"id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": []}
-        self._num_calls += 1
-        call_id = self.chat.call_ids[0, self._num_calls - 1]
-        return item | {"id": f"fc_{uuid.uuid4().hex}", "call_id": call_id, "name": name, "arguments": ""}
 
 
 def _status(completion: CompletionOutput) -> str:
@@ -261,29 +220,20 @@ def _part(kind: str, text: str) -> dict:
 
 def _tools(tools: list[Any]) -> list[Any]:
     """The tools in the form of a chat. Raises: ApiError for tools that are not functions."""
+    found = []
     for i, tool in enumerate(tools):
-        if isinstance(tool, dict) and tool.get("type") != "function":
-            raise unsupported(f"tools[{i}].type", "tools are functions, which the client runs")
-    return [
-        {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
-        if isinstance(tool, dict)
-        else tool
-        for tool in tools
-    ]
+        if isinstance(tool, dict):
+            if tool.get("type") != "function":
+                raise unsupported(f"tools[{i}].type", "tools are functions, which the client runs")
+            tool = {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+        found.append(tool)
+    return found
 
 
 def _tool_choice(choice: str | dict | None) -> str | dict | None:
     if isinstance(choice, dict) and "function" not in choice:
         return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
     return choice
-
-
-def _response_format(text_format: dict[str, Any]) -> dict[str, Any]:
-    """A `text.format` as the `response_format` of a chat."""
-    if text_format.get("type") != "json_schema":
-        return text_format
-    inner = {name: value for name, value in text_format.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": inner}
 
 
 def _returned_format(text_format: dict[str, Any]) -> dict[str, Any]:
@@ -294,10 +244,7 @@ def _returned_format(text_format: dict[str, Any]) -> dict[str, Any]:
 
 def _messages(body: ResponsesBody) -> tuple[list[dict], dict[str, str]]:
     """The input as the messages of a chat, and a map from the paths of messages and their parts in the chat to their
-    places in the body.
-
-    Raises: ApiError naming the item.
-    """
+    places in the body. Raises: ApiError naming the item."""
     messages: list[dict] = []
     places = {"messages": "input"}
 
@@ -316,38 +263,28 @@ def _messages(body: ResponsesBody) -> tuple[list[dict], dict[str, str]]:
         if kind == "message":
             add({"role": item.get("role"), "content": _content(item.get("content"))}, place, f"{place}.content")
         elif kind == "function_call":
-            function = {"name": _text(item, "name", i), "arguments": item.get("arguments")}
-            call = {"id": _text(item, "call_id", i), "type": "function", "function": function}
+            function = {"name": text_field(item, "name", place), "arguments": item.get("arguments")}
+            call = {"id": text_field(item, "call_id", place), "type": "function", "function": function}
             if not (messages and messages[-1].get("tool_calls")):  # calls of one turn are one message
                 add({"role": "assistant", "content": "", "tool_calls": []}, place, f"{place}.content")
             calls = messages[-1]["tool_calls"]
             places[f"messages[{len(messages) - 1}].tool_calls[{len(calls)}].function"] = place
             calls.append(call)
         elif kind == "function_call_output":
-            output = _content(item.get("output"))
-            add(
-                {"role": "tool", "tool_call_id": _text(item, "call_id", i), "content": output}, place, f"{place}.output"
-            )
+            result = {"role": "tool", "tool_call_id": text_field(item, "call_id", place)}
+            add(result | {"content": _content(item.get("output"))}, place, f"{place}.output")
         elif kind != "reasoning":  # templates leave out what the model thought in earlier turns
-            known = "'message', 'function_call', 'function_call_output', 'reasoning'"
-            text = f"{place} is of type {str(kind)[:50]!r}, which is not supported; supported: {known}"
-            raise ApiError(400, text, param=f"{place}.type")
+            raise unknown_type(kind, place, "message", "function_call", "function_call_output", "reasoning")
     return messages, places
 
 
-def _text(item: dict, name: str, i: int) -> str:
-    if not isinstance(item.get(name), str):
-        raise ApiError(400, f"input[{i}].{name} must be a string", param=f"input[{i}].{name}")
-    return item[name]
-
-
 def _content(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    return [_chat_part(part) if isinstance(part, dict) else part for part in content]
+    return content if not isinstance(content, list) else [_chat_part(part) for part in content]
 
 
-def _chat_part(part: dict) -> dict:
+def _chat_part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
     if part.get("type") == "input_image":
         url = {name: part[name] for name in ("detail",) if name in part} | {"url": part.get("image_url")}
         return {"type": "image_url", "image_url": url}

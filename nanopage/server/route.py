@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -18,23 +19,20 @@ MAX_OUTPUT_TOKENS = 1024  # the guess for higher limits: most limits are far abo
 IMAGE = re.compile(rb'"data:image/[\w.+-]+;base64,[^"]*"|(?<="data":)"[A-Za-z0-9+/=]{1000,}"')  # as JSON
 
 
+@dataclass(eq=False)
 class Route:
-    """The replica that runs a call, and how many of its tokens are still outstanding.
+    """The replica that runs a call, and how many of its tokens are still outstanding."""
 
-    Args:
-        parts, num_tokens: as `Router.choose` takes them.
-        num_prompt_tokens: how many of `num_tokens` belong to the prompt.
-        dead: replicas that have died, even if Ray Serve still lists them.
-    """
-
-    def __init__(self, router: Router, parts: list[bytes], num_tokens: int, dead: set[str], num_prompt_tokens: int = 0):
-        self.router, self.parts, self.num_tokens, self.dead = router, parts, num_tokens, dead
-        self.num_prompt_tokens = num_prompt_tokens
-        self.exclude: set[str] = set()
-        self.replica: str | None = None
-        self.num_choices = 0
-        self.request_router: ReplicaRouter | None = None
-        self._left = 0
+    router: Router
+    parts: list[bytes]  # this and the next: as `Router.choose` takes them
+    num_tokens: int
+    dead: set[str]  # replicas that have died, even if Ray Serve still lists them
+    num_prompt_tokens: int = 0  # how many of `num_tokens` belong to the prompt
+    exclude: set[str] = field(default_factory=set)
+    replica: str | None = None
+    num_choices: int = 0
+    request_router: "ReplicaRouter | None" = None
+    _left: int = 0
 
     def choose(self, replicas: Iterable[str]) -> str | None:
         """Choose one of these replicas, in place of an earlier choice. Returns None if none may get the call."""
@@ -81,9 +79,7 @@ class ReplicaRouter(RequestRouter):
 
 def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
     """The prompt of a body in parts for `Router.choose`, and an estimate of its tokens. An image counts as TOKENS.
-
-    Args: salt: keeps cached prefixes apart.
-    """
+    Args: salt: keeps cached prefixes apart."""
     prompt = [body[name] for name in ("instructions", "system", "messages", "input", "prompt") if name in body]
     text = IMAGE.sub(_stand_in, msgspec.json.encode(prompt))
     digest, parts = hashlib.blake2b(f"{salt} {body.get('cache_salt')}".encode(errors="replace"), digest_size=16), []

@@ -15,14 +15,10 @@ MAX_PARTS = 65_536  # parts that are remembered for each replica
 
 @dataclass(slots=True)
 class Load:
-    """What the router has sent to a replica.
+    """What the router has sent to a replica."""
 
-    outstanding: tokens of the requests that have not ended.
-    parts: prefixes that the replica has seen, least recently used first.
-    """
-
-    outstanding: int = 0
-    parts: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
+    outstanding: int = 0  # tokens of the requests that have not ended
+    parts: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)  # known prefixes, least recently used first
 
 
 class Router:

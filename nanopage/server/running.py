@@ -62,8 +62,8 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def is_busy(self) -> bool:
-        """Whether a thread still loads the model or runs a step."""
-        return self._loader.is_alive() or self.engine.is_busy()
+        """Whether a thread of this process still loads the model or runs a step."""
+        return self._loader.is_alive() or (self.state.llm is not None and not self.state.llm.shutdown(0))
 
     def _load(self) -> None:
         assert self._loop is not None
@@ -93,9 +93,8 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Wait for the running requests, then stop. `shutdown` ends the remaining requests with an error."""
-        waits = (
-            f": {count} request(s) have {self.shutdown_timeout:g} s to end" if (count := self.state.num_active) else ""
-        )
+        count = self.state.num_active
+        waits = f": {count} request(s) have {self.shutdown_timeout:g} s to end" if count else ""
         logger.info(f"shutting down{waits}")
         deadline = time.monotonic() + self.shutdown_timeout
         while self.state.num_active and not self.should_exit and time.monotonic() < deadline:

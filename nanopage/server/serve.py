@@ -19,20 +19,13 @@ from nanopage.cpu.threads import default_threads
 from nanopage.distributed import ray_cluster
 from nanopage.files.json_log import log_as_json
 from nanopage.files.lossy_output import lose_output
-from nanopage.server.app import create_app, guard
+from nanopage.server.app import create_app
 from nanopage.server.connection import Connection
 from nanopage.server.live_view import LiveView
 from nanopage.server.middleware import LOCAL_HOSTS, ORIGIN, share_with
 from nanopage.server.one_engine import OneEngine
-from nanopage.server.option_sources import add_config_option, read_options, unknown_variables
-from nanopage.server.options import (
-    SECONDS_TO_CLOSE,
-    Model,
-    add_model_options,
-    add_models_options,
-    named_models,
-    positive,
-)
+from nanopage.server.option_sources import read_options, unknown_variables
+from nanopage.server.options import SECONDS_TO_CLOSE, Model, add_model_options, add_models, named_models, positive
 from nanopage.server.running import Server
 from nanopage.server.state import ServerState
 from nanopage.vllm.engine_args import EngineArgs, FlexibleArgumentParser
@@ -61,87 +54,49 @@ def main(arguments: list[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the server until a signal, or a model that cannot be loaded, ends it. Returns the program's exit code.
-
-    Args: args: the options, as the parser gives them.
-    """
-    keys = [key.strip() for key in args.api_key or ()]
-    if not all(keys):
-        raise ValueError("--api-key is empty")
-    check_tls(args)
-    if args.salt_per_key and not keys:
-        raise ValueError("--salt-per-key needs --api-key")
-    if args.allowed_host:
-        for name, given in (("--api-key", keys), ("--insecure", args.insecure), ("--uds", args.uds)):
-            if given:
-                raise ValueError(f"--allowed-host has no effect with {name}: the server then answers any Host header")
-    if args.uds is None and args.host not in ("localhost", "127.0.0.1", "::1") and not keys and not args.insecure:
-        raise ValueError(
-            f"--host {args.host}: anyone who reaches this address could use the server. Give --api-key, or --insecure "
-            "if something else protects it"
-        )
-    if "*" in args.allowed_origins and args.uds is None and not keys and not args.insecure:
-        raise ValueError(
-            "--allowed-origins *: any web page that is open on this machine could use the server. Name the origins, or "
-            "give --api-key, or --insecure"
-        )
+    """Run the server until a signal, or a model that cannot be loaded, ends it. Returns the program's exit code."""
+    keys = check_access(args)
     check_replicas(args)
     models = named_models(args)
     args.model = None if models or not args.model else args.model[-1]
     model = Model(args)
-    settings = model.settings | {
-        "max_queue": args.max_queue,
-        "max_queue_tokens": args.max_queue_tokens,
-        "stall_seconds": args.stall_timeout,
-        "strict_fields": args.strict_fields,
-        "salt_per_key": args.salt_per_key,
-        "allow_runtime_lora_updating": args.allow_runtime_lora_updating,
-        "allow_sleep": args.allow_sleep,
-    }
-    if models:
-        settings["model_names"] = [*models]
+    passed = ("max_queue", "max_queue_tokens", "strict_fields", "salt_per_key", "allow_runtime_lora_updating")
+    settings = model.settings | {name: getattr(args, name) for name in (*passed, "allow_sleep")}
+    settings |= {"stall_seconds": args.stall_timeout} | ({"model_names": [*models]} if models else {})
     tracer = _tracer(args.otlp_traces_endpoint)
     no_view = SEVERAL if models else why_no_view(args, bool(keys))
     state = ServerState(**settings, tracer=tracer, view=None if no_view else LiveView(), no_view=no_view)
     hosts = [] if args.uds or args.insecure else [*LOCAL_HOSTS, *map(str.lower, args.allowed_host)]
     if args.log_format == "text":
         lose_output()
-    engine: OneEngine | Front | Models
+    front: Front | Models | None = None
     if models:
-        engine = _models(args, state, models, keys)
-        app = guard(engine.routes, state, keys, hosts, args.public_metrics, args.root_path, app=engine)
-    elif args.replicas is None:
-        engine, app = (
-            OneEngine(state, model, bool(keys)),
-            create_app(state, keys, hosts, args.public_metrics, args.root_path),
-        )
-    else:
-        engine = _front(args, state, settings, model.engine_args)
-        app = guard(engine.routes, state, keys, hosts, args.public_metrics, args.root_path, app=engine)
+        import nanopage.server.models as several  # not needed in front of a single model
+
+        front = several.Models(state, models, vars(args), keys)
+    elif args.replicas is not None:
+        front = _front(args, state, settings, model.engine_args)
+    routes = None if front is None else front.routes
+    app = create_app(state, keys, hosts, args.public_metrics, args.root_path, routes, front)
+    of_uvicorn = ("host", "port", "uds", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
     config = uvicorn.Config(
         share_with(args.allowed_origins, app),
-        host=args.host,
-        port=args.port,
-        uds=args.uds,
-        ssl_keyfile=args.ssl_keyfile,
-        ssl_certfile=args.ssl_certfile,
-        ssl_ca_certs=args.ssl_ca_certs,
-        ssl_cert_reqs=args.ssl_cert_reqs,
+        **{name: getattr(args, name) for name in (*of_uvicorn, "timeout_keep_alive")},
         access_log=False,
         log_config=None if args.log_format == "json" else LOGGING_CONFIG,
         log_level="warning",
         server_header=False,
-        timeout_keep_alive=args.timeout_keep_alive,
         timeout_graceful_shutdown=SECONDS_TO_CLOSE,
         http=Connection,
         lifespan="off",
     )
-    server = Server(config, state, engine, args.shutdown_timeout)
+    server = Server(config, state, front or OneEngine(state, model, bool(keys)), args.shutdown_timeout)
     server.run()
     gc.unfreeze()  # frozen garbage is never collected, and nanobind, which Triton uses, reports it when Python ends
     if tracer is not None:
         tracer.shutdown()
-    engine.close()
+    if front is not None:
+        front.close()
     code = 0 if state.error is None else 1
     if server.is_busy():  # loading, or in a step that hangs: the thread must not run torch while Python ends
         sys.stdout.flush()
@@ -160,22 +115,19 @@ def parser() -> argparse.ArgumentParser:
         "or a line of the file of --config. The command line comes first, then the environment, then the file.",
         allow_abbrev=False,
     )
-    add_config_option(parser)
     add_model_options(parser)
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument("--port", type=_port, default=8000, help="0 takes a free port (default: %(default)s)")
-    group.add_argument("--uds", help="listen on a Unix socket with this path instead")
-    group.add_argument(
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=_port, default=8000, help="0 takes a free port (default: %(default)s)")
+    add("--uds", help="listen on a Unix socket with this path instead")
+    add(
         "--api-key",
         action="append",
         help="key that clients must send; can be repeated (better in NANOPAGE_API_KEY: other users see command lines)",
     )
-    group.add_argument(
-        "--root-path", type=_prefix, default="", help="prefix that paths may have, for a reverse proxy that adds one"
-    )
-    group.add_argument("--allowed-host", action="append", default=[], help="Host header to answer besides localhost")
-    group.add_argument(
+    add("--root-path", type=_prefix, default="", help="prefix that paths may have, for a reverse proxy that adds one")
+    add("--allowed-host", action="append", default=[], help="Host header to answer besides localhost")
+    add(
         "--allowed-origins",
         type=_origin,
         nargs="+",
@@ -184,82 +136,66 @@ def parser() -> argparse.ArgumentParser:
         help="web pages that may call the server from a browser, such as https://app.example.com, or * for all (CORS; "
         "default: none but its own)",
     )
-    group.add_argument("--insecure", action="store_true", help="listen on any address without a key, under any name")
-    group.add_argument("--ssl-keyfile", help="key of the certificate, for HTTPS")
-    group.add_argument("--ssl-certfile", help="the server's certificate")
-    group.add_argument("--ssl-ca-certs", help="authorities of clients' certificates")
-    group.add_argument(
-        "--ssl-cert-reqs",
-        type=int,
-        default=int(ssl.CERT_NONE),
-        choices=(0, 1, 2),
-        help="whether clients need a certificate: 0 no, 1 only a valid one if any, 2 yes (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-queue", type=positive, default=1024, help="most requests that wait (default: %(default)s)"
-    )
-    group.add_argument(
-        "--max-queue-tokens",
-        type=positive,
-        default=1_000_000,
-        help="most prompt tokens that wait (default: %(default)s)",
-    )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=_seconds,
-        default=30,
-        help="seconds for running requests to end (default: %(default)s)",
-    )
-    group.add_argument(
-        "--stall-timeout",
-        type=_seconds,
-        default=120,
-        help="/health is 503 when no step has ended for so many seconds (default: %(default)s)",
-    )
-    group.add_argument("--timeout-keep-alive", type=int, default=5, help="seconds that an idle connection stays open")
-    group.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="json: each line of the log is a JSON object, and each reply has a line (default: %(default)s)",
-    )
-    group.add_argument("--strict-fields", action="store_true", help="refuse fields that are not known")
-    group.add_argument(
-        "--view",
-        action="store_true",
-        help="serve the live view, /view, also where clients need a key (default: only without --api-key, --insecure)",
-    )
-    group.add_argument("--public-metrics", action="store_true", help="/metrics needs no key")
-    group.add_argument(
-        "--salt-per-key", action="store_true", help="keep the cached prefixes of clients with different keys apart"
-    )
-    group.add_argument(
-        "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP (extra otel)"
-    )
-    group.add_argument(
-        "--allow-runtime-lora-updating", action="store_true", help="clients may load adapters from any directory"
-    )
-    group.add_argument("--allow-sleep", action="store_true", help="clients may put the engine to sleep, and wake it")
-    group = parser.add_argument_group("replicas (extra replicas; see docs/deploy.md)")
-    group.add_argument("--replicas", type=positive, metavar="N", help="run so many engines, on Ray Serve")
-    group.add_argument(
-        "--max-replicas", type=positive, metavar="M", help="start up to so many when there is much to do"
-    )
-    group.add_argument(
-        "--target-ongoing-requests",
-        type=positive,
-        metavar="T",
-        help=f"requests that each of them should have then (default: {TARGET_ONGOING_REQUESTS})",
-    )
+    add("--insecure", action="store_true", help="listen on any address without a key, under any name")
+    add("--ssl-keyfile", help="key of the certificate, for HTTPS")
+    add("--ssl-certfile", help="the server's certificate")
+    add("--ssl-ca-certs", help="authorities of clients' certificates")
+    text = "whether clients need a certificate: 0 no, 1 only a valid one if any, 2 yes (default: %(default)s)"
+    add("--ssl-cert-reqs", type=int, default=int(ssl.CERT_NONE), choices=(0, 1, 2), help=text)
+    add("--max-queue", type=positive, default=1024, help="most requests that wait (default: %(default)s)")
+    text = "most prompt tokens that wait (default: %(default)s)"
+    add("--max-queue-tokens", type=positive, default=1_000_000, help=text)
+    text = "seconds for running requests to end (default: %(default)s)"
+    add("--shutdown-timeout", type=_seconds, default=30, help=text)
+    text = "/health is 503 when no step has ended for so many seconds (default: %(default)s)"
+    add("--stall-timeout", type=_seconds, default=120, help=text)
+    add("--timeout-keep-alive", type=int, default=5, help="seconds that an idle connection stays open")
+    text = "json: each line of the log is a JSON object, and each reply has a line (default: %(default)s)"
+    add("--log-format", choices=("text", "json"), default="text", help=text)
+    add("--strict-fields", action="store_true", help="refuse fields that are not known")
+    text = "serve the live view, /view, also where clients need a key (default: only without --api-key, --insecure)"
+    add("--view", action="store_true", help=text)
+    add("--public-metrics", action="store_true", help="/metrics needs no key")
+    add("--salt-per-key", action="store_true", help="keep the cached prefixes of clients with different keys apart")
+    add("--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry traces there, by OTLP over HTTP (extra otel)")
+    add("--allow-runtime-lora-updating", action="store_true", help="clients may load adapters from any directory")
+    add("--allow-sleep", action="store_true", help="clients may put the engine to sleep, and wake it")
+    add = parser.add_argument_group("replicas (extra replicas; see docs/deploy.md)").add_argument
+    add("--replicas", type=positive, metavar="N", help="run so many engines, on Ray Serve")
+    add("--max-replicas", type=positive, metavar="M", help="start up to so many when there is much to do")
+    text = f"requests that each of them should have then (default: {TARGET_ONGOING_REQUESTS})"
+    add("--target-ongoing-requests", type=positive, metavar="T", help=text)
     engine = EngineArgs.add_cli_args(parser.add_argument_group("engine", conflict_handler="resolve"))
-    engine.add_argument(
-        "--model",
-        action="append",
-        help="a Hugging Face directory, a .gguf file or a hub id (default: SmolLM2-135M-Instruct); NAME=PATH, which "
-        "can be repeated, for several models",
-    )
-    add_models_options(parser)
+    text = "a Hugging Face directory, a .gguf file or a hub id (default: SmolLM2-135M-Instruct); NAME=PATH, which "
+    engine.add_argument("--model", action="append", help=text + "can be repeated, for several models")
+    add_models(parser)
     return parser
+
+
+def check_access(args: argparse.Namespace) -> list[str]:
+    """The keys of clients. Raises: ValueError for options that would let in anybody, or that need others."""
+    keys = [key.strip() for key in args.api_key or ()]
+    if not all(keys):
+        raise ValueError("--api-key is empty")
+    check_tls(args)
+    if args.salt_per_key and not keys:
+        raise ValueError("--salt-per-key needs --api-key")
+    if args.allowed_host:
+        for name, given in (("--api-key", keys), ("--insecure", args.insecure), ("--uds", args.uds)):
+            if given:
+                raise ValueError(f"--allowed-host has no effect with {name}: the server then answers any Host header")
+    is_open = args.uds is None and not keys and not args.insecure
+    if is_open and args.host not in ("localhost", "127.0.0.1", "::1"):
+        raise ValueError(
+            f"--host {args.host}: anyone who reaches this address could use the server. Give --api-key, or --insecure "
+            "if something else protects it"
+        )
+    if is_open and "*" in args.allowed_origins:
+        raise ValueError(
+            "--allowed-origins *: any web page that is open on this machine could use the server. Name the origins, or "
+            "give --api-key, or --insecure"
+        )
+    return keys
 
 
 def check_tls(args: argparse.Namespace) -> None:
@@ -318,12 +254,6 @@ def why_no_view(args: argparse.Namespace, has_keys: bool) -> str:
     if has_keys:
         return "the server has a key: start it with --view, and the live view needs the key, too"
     return "the server was started with --insecure: start it with --view as well" if args.insecure else ""
-
-
-def _models(args: argparse.Namespace, state: ServerState, models: dict[str, str], keys: list[str]) -> "Models":
-    from nanopage.server.models import Models  # not needed in front of a single model
-
-    return Models(state, models, vars(args), keys)
 
 
 def _front(args: argparse.Namespace, state: ServerState, settings: dict, engine_args: EngineArgs) -> "Front":

@@ -29,10 +29,13 @@ class Usage(BaseModel):
     completion_tokens_details: dict[Literal["reasoning_tokens"], int]
 
 
-class Envelope(BaseModel):
+class Named(BaseModel):
     id: str
     created: int
     model: str
+
+
+class Envelope(Named):
     system_fingerprint: str = Field(description="Names the version and the options of the engine.")
 
 
@@ -276,18 +279,12 @@ class Rank(BaseModel):
     document: dict[Literal["text"], str] = {}
 
 
-class RerankReply(BaseModel):
-    id: str
-    created: int
-    model: str
+class RerankReply(Named):
     results: list[Rank]
     usage: dict[Literal["prompt_tokens", "total_tokens"], int]
 
 
-class ListReply(BaseModel):
-    id: str
-    created: int
-    model: str
+class ListReply(Named):
     object: Literal["list"]
     data: list[Entry]
     usage: dict[Literal["prompt_tokens", "total_tokens"], int]
@@ -323,12 +320,8 @@ class TokenizeReply(BaseModel):
 
 
 def replies(reply: Any, event: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
-    """Describe an operation's replies for FastAPI.
-
-    Args:
-        reply: the type of the reply.
-        event: the type of each event, for operations that can stream.
-    """
+    """Describe an operation's replies for FastAPI. Args: reply: the type of the reply. event: the type of each event,
+    for operations that can stream."""
     if event is None:
         return {200: {"model": reply}}
     description = f"{reply.__name__}; with stream=true, events with a {event.__name__} each"

@@ -21,45 +21,25 @@ MAX_RETRY_AFTER = 120  # seconds: OpenAI's SDK gives up if the wait is longer
 
 @dataclass
 class ServerState:
-    """What the routes share.
+    """What the routes share."""
 
-    Args:
-        model_names: the names of the model. Replies name the first if the request names none.
-        max_queue: most requests that wait for their first step, and most requests of one call.
-        max_queue_tokens: most prompt tokens of requests that wait, unless there is only one call.
-        stall_seconds: the time after which a step counts as hung.
-        strict_fields: refuse fields that are not known.
-        default_max_tokens: most tokens of a reply whose request has no limit. None: as many as the context holds.
-        salt_per_key: keep the cached prefixes of clients with different API keys apart.
-        allow_runtime_lora_updating: clients may load adapters from any directory, and unload them.
-        allow_sleep: clients may put the engine to sleep, and wake it.
-        tool_options: how to read calls of tools.
-        tracer: gets every request whose last output has been read.
-        view: the live view, if it is served.
-        no_view: why the live view is not served.
-        llm: None while the model loads.
-        takes_images: whether bodies may have images, for a server whose engines are in other processes.
-        adapters: the LoRA adapters that clients may name as models.
-        error: why the model could not be loaded.
-    """
-
-    model_names: list[str]
-    max_queue: int = 1024
-    max_queue_tokens: int = 1_000_000
-    stall_seconds: float = 120.0
-    strict_fields: bool = False
-    default_max_tokens: int | None = None
-    salt_per_key: bool = False
-    allow_runtime_lora_updating: bool = False
-    allow_sleep: bool = False
+    model_names: list[str]  # of the model; replies name the first if the request names none
+    max_queue: int = 1024  # most requests that wait for their first step, and most requests of one call
+    max_queue_tokens: int = 1_000_000  # most prompt tokens of requests that wait, unless there is only one call
+    stall_seconds: float = 120.0  # after which a step counts as hung
+    strict_fields: bool = False  # refuse fields that are not known
+    default_max_tokens: int | None = None  # most tokens of a reply whose request has no limit; None: what fits
+    salt_per_key: bool = False  # keep the cached prefixes of clients with different API keys apart
+    allow_runtime_lora_updating: bool = False  # clients may load adapters from any directory, and unload them
+    allow_sleep: bool = False  # clients may put the engine to sleep, and wake it
     tool_options: ToolOptions = field(default_factory=ToolOptions)
-    tracer: "Tracer | None" = None
-    view: LiveView | None = None
-    no_view: str = "it is off"
-    llm: AsyncLLM | None = None
-    takes_images: bool = False
-    adapters: ServedAdapters = field(default_factory=ServedAdapters)
-    error: str | None = None
+    tracer: "Tracer | None" = None  # gets every request whose last output has been read
+    view: LiveView | None = None  # the live view, if it is served
+    no_view: str = "it is off"  # why it is not
+    llm: AsyncLLM | None = None  # None while the model loads
+    takes_images: bool = False  # whether bodies may have images, for a server whose engines are in other processes
+    adapters: ServedAdapters = field(default_factory=ServedAdapters)  # which clients may name as models
+    error: str | None = None  # why the model could not be loaded
     draining: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     replies: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -105,11 +85,8 @@ class ServerState:
         return name or self.model_names[0]
 
     def enter(self, llm: AsyncLLM, sizes: list[int]) -> None:
-        """Reserve places in the queue, before any prompt is encoded.
-
-        Args: sizes: the estimated tokens of each prompt.
-        Raises: ApiError if there are not that many places.
-        """
+        """Reserve places in the queue, before any prompt is encoded. Args: sizes: the estimated tokens of each prompt.
+        Raises: ApiError if there are not that many places."""
         if len(sizes) > self.max_queue:
             raise ApiError(400, f"{len(sizes)} prompts are more than --max-queue {self.max_queue}", param="prompt")
         waiting = llm.engine_thread.num_waiting + self.num_entering

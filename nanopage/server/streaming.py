@@ -19,21 +19,17 @@ logger = logging.getLogger("nanopage")
 
 KEEP_ALIVE_SECONDS = 15.0  # of silence, after which a comment keeps proxies from closing the connection
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # what /v1/messages has instead of both
-
 GONE = "cut off"  # how a stream ends if its client goes away
 
 T = TypeVar("T")
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client closes its connection first, the work is cancelled.
-
-    Raises: ClientGoneError, and what the work raises.
-    """
+    """The result of `work`. If the client closes its connection first, the work is cancelled. Raises: ClientGoneError,
+    and what the work raises."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(until_gone(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -44,6 +40,19 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         for each in (task, gone):
             each.cancel()
         await asyncio.wait((task, gone))
+
+
+async def whole_reply(request: Request, work: Awaitable[Response], end: Callable[[str], Awaitable[None]]) -> Response:
+    """The reply that `work` makes, unless the client goes away. Raises: as `unless_gone`. Args: end: awaited exactly
+    once, with how the call has ended."""
+    how = "complete"
+    try:
+        return await unless_gone(request, work)
+    except BaseException as error:
+        how = GONE if isinstance(error, ClientGoneError) else f"ended by {type(error).__name__}"
+        raise
+    finally:
+        await end(how)
 
 
 class EventStream(Response):
@@ -70,8 +79,7 @@ class EventStream(Response):
     ):
         super().__init__(headers=HEADERS | headers)
         del self.headers["content-length"]
-        self.events, self.failed, self.end = events, failed, end
-        self.silence, self.done = silence, done
+        self.events, self.failed, self.end, self.silence, self.done = events, failed, end, silence, done
         self._how = "complete"
         self._last_sent = math.inf  # no comments before the head has been sent
 

@@ -22,18 +22,12 @@ TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort"
 
 
 def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool]) -> dict:
-    """The prompt of a conversation, as text and token ids. It may take seconds: call it in a thread.
-
-    Args: tools: the tools that the model is told about.
-    Raises: ApiError naming the field.
-    """
+    """The prompt of a conversation, as text and token ids. It may take seconds: call it in a thread. Args: tools: the
+    tools that the model is told about. Raises: ApiError naming the field."""
     if body.continue_final_message and body.add_generation_prompt:
-        raise ApiError(
-            400,
-            "continue_final_message and add_generation_prompt exclude each other: the model goes on with a message or "
-            "begins a new one",
-            param="continue_final_message",
-        )
+        why = "exclude each other: the model goes on with a message or begins a new one"
+        message = f"continue_final_message and add_generation_prompt {why}"
+        raise ApiError(400, message, param="continue_final_message")
     check_sight(llm, body.messages or [])
     kwargs, _ = template_kwargs(llm, body)
     reader = llm.engine.input_processor.prompts

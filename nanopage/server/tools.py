@@ -22,28 +22,21 @@ FINISH_REASONS = ("stop", "tool_calls")
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """Options of the server.
+    """Options of the server."""
 
-    Args:
-        parser: the form of calls. None: find it in the chat template.
-        named_finish_reason: the finish_reason of a reply whose call the client has named. OpenAI's is "stop", but some
-            clients run calls only after "tool_calls".
-    """
-
-    parser: str | None = None
+    parser: str | None = None  # the form of calls; None: find it in the chat template
+    # The finish_reason of a reply whose call the client has named. OpenAI's is "stop", but some clients run calls only
+    # after "tool_calls".
     named_finish_reason: str = "stop"
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a call's body says about tools.
-
-    format: how the model writes calls; None without tools.
-    """
+    """What a call's body says about tools."""
 
     tools: list[Tool]
     choice: ToolChoice
-    format: ToolFormat | None = None
+    format: ToolFormat | None = None  # how the model writes calls; None without tools
     parallel: bool = True
 
     @property
@@ -60,11 +53,8 @@ class ToolUse:
     def constrain(
         self, form: StructuredOutputsParams | None, tokenizer: Tokenizer | None
     ) -> StructuredOutputsParams | None:
-        """The constraints on the reply.
-
-        Args: form: the constraints on a reply that calls no tool.
-        Raises: ApiError for a form that excludes calls.
-        """
+        """The constraints on the reply. Args: form: the constraints on a reply that calls no tool. Raises: ApiError for
+        a form that excludes calls."""
         if self.format is None or tokenizer is None:
             return form
         body = None
@@ -91,8 +81,7 @@ def read_tool_use(llm: AsyncLLM, body: ChatBody | TokenizeBody, options: ToolOpt
             raise ApiError(400, message, param="structured_outputs")
         offers = bool(tools) and choice.kind != "none"
         template = "" if (tokenizer := llm.engine.tokenizer) is None else tokenizer.template_for(offers) or ""
-        tool_format = find_format(template, options.parser) if offers else None
-        return ToolUse(tools, choice, tool_format, parallel)
+        return ToolUse(tools, choice, find_format(template, options.parser) if offers else None, parallel)
     except (ValueError, TypeError) as error:
         raise invalid_tools(error) from None
 

@@ -33,10 +33,7 @@ class Tracer:
         return cls(OTLPSpanExporter(endpoint=url))
 
     def record(self, output: RequestOutput, params: SamplingParams | PoolingParams, headers: Mapping[str, str]) -> None:
-        """Add the span of a request that has ended.
-
-        Args: headers: the headers of the client's call.
-        """
+        """Add the span of a request that has ended. Args: headers: the headers of the client's call."""
         times, clock = output.metrics, time.time() - time.perf_counter()
         ended = times.finished_time or time.perf_counter()
         attributes: dict[str, str | int | float] = {

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import jsonschema
+
 from nanopage.server.in_process import http_scope
 
 
@@ -72,3 +74,28 @@ async def call(
 
     await app(scope, receive, send)
     return reply
+
+
+def get(app, path: str, **options) -> Reply:
+    return asyncio.run(call(app, "GET", path, **options))
+
+
+def post(app, path: str, body: Any, **options) -> Reply:
+    return asyncio.run(call(app, "POST", path, body, **options))
+
+
+def read_schema(app) -> dict:
+    """/openapi.json. Its objects have no other fields than it names."""
+    schema = get(app, "/openapi.json").json
+    for component in schema["components"]["schemas"].values():
+        if "properties" in component:
+            component["additionalProperties"] = False
+    return schema
+
+
+def check(schema: dict, path: str, replies: list, status: str = "200", method: str = "post") -> None:
+    """Replies are what /openapi.json says."""
+    content = schema["paths"][path][method]["responses"][status]["content"]["application/json"]["schema"]
+    validator = jsonschema.Draft202012Validator({**content, "components": schema["components"]})
+    for reply in replies:
+        validator.validate(reply)

@@ -1,24 +1,22 @@
 """`nanopage serve` in a process of its own, for tests."""
 
 import contextlib
+import http.client
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+import urllib.parse
 from pathlib import Path
 
+from asgi import Reply
 from programs import ROOT, forked
 
 # Of engines in the process of a test.
-OPTIONS = {
-    "dtype": "float64",
-    "device": "cpu",
-    "max_model_len": 128,
-    "num_gpu_blocks_override": 64,
-    "block_size": 8,
-    "max_num_batched_tokens": 32,
-}
+OPTIONS = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 64, "block_size": 8}
+OPTIONS["max_num_batched_tokens"] = 32
 
 
 class ServerProcess:
@@ -41,7 +39,17 @@ class ServerProcess:
         while (ready := re.search(r"ready: (\S+) serves", self.log.read_text())) is None:
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
-        return ready[1]
+        self.url = ready[1]
+        return self.url
+
+    def request(self, method: str, path: str, body: object = None, key: str | None = "secret", **headers: str) -> Reply:
+        """A reply over HTTP. Args: body: bytes, or an object that is sent as JSON."""
+        headers |= {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(self.url).netloc, timeout=60)
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        connection.request(method, path, content, headers)
+        reply = connection.getresponse()
+        return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """LoRA adapters in the server: each is a model of its own; loaded and unloaded while it serves."""
 
 import asyncio
+import itertools
 import shutil
 
 import pytest
@@ -35,7 +36,7 @@ def llm(model):
 @pytest.fixture
 def state(llm, paths):
     state = ServerState(["tiny"], llm=llm, allow_runtime_lora_updating=True)
-    state.adapters._next_id = 1 + max(llm.engine.input_processor.adapters._checked, default=0)
+    state.adapters._ids = itertools.count(1 + max(llm.engine.input_processor.adapters._checked, default=0))
     state.adapters.requests = {"first": state.adapters.check(llm, "first", str(paths[0]))}
     return state
 

@@ -1,7 +1,6 @@
 """/v1/messages: Anthropic's SDK, Claude Code's calls, conversations as chats, replies, streams and errors."""
 
 import asyncio
-import functools
 import json
 
 import anthropic
@@ -9,7 +8,7 @@ import jsonschema
 import pydantic
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from asgi import call
+from asgi import call, check, get, read_schema
 from helpers import EOS, tiny_model
 from server_process import OPTIONS, serving
 
@@ -26,16 +25,8 @@ HELLO = [{"role": "user", "content": "Hello there"}]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 BODY = {"messages": HELLO, "max_tokens": 8, **GREEDY}
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 99}
-ADD = {
-    "name": "add",
-    "description": "Adds.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"a": DIGIT, "b": DIGIT},
-        "required": ["a", "b"],
-        "additionalProperties": False,
-    },
-}
+SUM = {"type": "object", "properties": {"a": DIGIT, "b": DIGIT}, "required": ["a", "b"], "additionalProperties": False}
+ADD = {"name": "add", "description": "Adds.", "input_schema": SUM}
 NOW = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
 ONE_CALL = {"type": "any", "disable_parallel_tool_use": True}
 EVENT = pydantic.TypeAdapter(RawMessageStreamEvent)
@@ -52,16 +43,6 @@ def llm(model):
     llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **options))
     yield llm
     llm.shutdown()
-
-
-@pytest.fixture
-def state(llm):
-    return ServerState(["tiny"], llm=llm)
-
-
-@pytest.fixture
-def app(state):
-    return create_app(state, hosts=["localhost"])
 
 
 def post(app, body, path=PATH, **options):
@@ -169,10 +150,7 @@ def test_a_loop_of_calls_and_the_tool_helper(client):
     options = {"model": "tiny", "max_tokens": 300, "extra_body": {"temperature": 0, "logit_bias": {str(EOS): 8}}}
     options |= {"tools": [ADD, NOW]}
     conversation = [*HELLO]
-    for choice, content in (
-        (ONE_CALL, "42"),
-        ({"type": "tool", "name": "now"}, [{"type": "text", "text": "noon"}]),
-    ):
+    for choice, content in ((ONE_CALL, "42"), ({"type": "tool", "name": "now"}, [{"type": "text", "text": "noon"}])):
         with client.messages.stream(messages=conversation, tool_choice=choice, **options) as stream:
             pieces = [event.partial_json for event in stream if event.type == "input_json"]
             reply = stream.get_final_message()
@@ -249,13 +227,8 @@ def claude_code(conversation, request=1):
 def test_claude_codes_calls_get_a_reply_and_the_cached_prefix_of_the_turn_before(client):
     reminder = {"type": "text", "text": "<system-reminder>\nNo tasks yet.\n</system-reminder>"}
     conversation = [{"role": "user", "content": [reminder, {"type": "text", "text": "List the files.", **EPHEMERAL}]}]
-    use = {
-        "type": "tool_use",
-        "id": "toolu_01",
-        "name": "Bash",
-        "input": {"command": "ls"},
-        "caller": {"type": "direct"},
-    }
+    use = {"type": "tool_use", "id": "toolu_01", "name": "Bash", "input": {"command": "ls"}}
+    use["caller"] = {"type": "direct"}
     thinking = {"type": "thinking", "thinking": "I run ls.", "signature": "unsigned"}
     result = {"type": "tool_result", "tool_use_id": "toolu_01", "content": "a.txt", "is_error": False, **EPHEMERAL}
     left = {"role": "system", "content": "<total_tokens>32000 tokens left</total_tokens>"}
@@ -318,11 +291,7 @@ def test_a_conversation_becomes_that_of_a_chat():
         {"role": "system", "content": [text("Zero."), text("One.")]},
         {
             "role": "user",
-            "content": [
-                text("Hi"),
-                text("there"),
-                {"type": "image_url", "image_url": {"url": "https://a/b.png"}},
-            ],
+            "content": [text("Hi"), text("there"), {"type": "image_url", "image_url": {"url": "https://a/b.png"}}],
         },
         {
             "role": "assistant",
@@ -465,7 +434,7 @@ def test_thinking_is_a_block_and_a_variable_of_the_template(llm, app, say, monke
         assert "signature_delta" in kinds
     for budget, expected in ((4, 4), (40, None)):
         options = {"type": "enabled", "budget_tokens": budget}
-        params = messages.Messages(llm, MessagesBody(**body, thinking=options), "tiny").params
+        params = messages.Messages(ServerState(["tiny"], llm=llm), MessagesBody(**body, thinking=options)).params
         assert params.thinking_token_budget == expected
     for name in ("enable_thinking", "thinking"):
         monkeypatch.setattr(tokenizer, "chat_template", plain + "{% if " + name + " %}on{% else %}off {% endif %}")
@@ -583,7 +552,7 @@ def test_errors_and_streams_that_fail_have_anthropics_shape(state, app, monkeypa
     assert (reply.status, reply.error["type"], reply.headers["retry-after"]) == (503, "overloaded_error", "30")
     state.draining = False
     assert post(app, b"{").error["type"] == "invalid_request_error"
-    assert asyncio.run(call(app, "GET", PATH)).error["type"] == "invalid_request_error"
+    assert get(app, PATH).error["type"] == "invalid_request_error"
     assert post(create_app(state, api_keys=["a"]), BODY).error["type"] == "authentication_error"
     plain = messages.changes
 
@@ -599,32 +568,20 @@ def test_errors_and_streams_that_fail_have_anthropics_shape(state, app, monkeypa
 
 
 def test_replies_and_events_have_the_shape_that_the_sdk_and_openapi_json_say(app, say):
-    schema = asyncio.run(call(app, "GET", "/openapi.json")).json
-    for component in schema["components"]["schemas"].values():
-        if "properties" in component:
-            component["additionalProperties"] = False
-
-    @functools.cache
-    def validator(path, status):
-        content = schema["paths"][path]["post"]["responses"][status]["content"]["application/json"]["schema"]
-        return jsonschema.Draft202012Validator({**content, "components": schema["components"]})
-
-    def check(path, reply, status="200"):
-        validator(path, status).validate(reply)
-
+    schema = read_schema(app)
     body = {"messages": HELLO, "tools": [ADD], "max_tokens": 200, "temperature": 0}
     for text in CALLS:
         say(text)
         reply = post(app, body).json
         assert not Message.model_validate(reply, strict=True).model_extra
-        check(PATH, reply)
         say(text)
-        for event in events_of(post(app, body | {"stream": True})):
-            check(PATH, event)
+        events = events_of(post(app, body | {"stream": True}))
+        check(schema, PATH, [reply, *events])
+        for event in events:
             if event["type"] != "ping":  # the SDK leaves it out
                 assert not EVENT.validate_python(event, strict=True).model_extra
     count = post(app, BODY, COUNT).json
     assert not MessageTokensCount.model_validate(count, strict=True).model_extra
-    check(COUNT, count)
+    check(schema, COUNT, [count])
     for path in (PATH, COUNT):
-        check(path, post(app, {"messages": 5}, path).json, "default")
+        check(schema, path, [post(app, {"messages": 5}, path).json], "default")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.client
 import json
 import re
 import signal
@@ -154,18 +153,9 @@ def test_async_requests_and_their_cancellation(server):
     wait_until_idle(server)
 
 
-def request(server, method, path, body=None, key="secret"):
-    address = urllib.parse.urlsplit(server.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    connection.request(method, path, None if body is None else json.dumps(body), headers)
-    reply = connection.getresponse()
-    return reply.status, reply.read()
-
-
 def wait_until_idle(server):
     deadline = time.monotonic() + 60
-    while b"num_requests_running" in (text := request(server, "GET", "/metrics")[1]):
+    while b"num_requests_running" in (text := server.request("GET", "/metrics").body):
         lines = [
             line for line in text.splitlines() if line.startswith((b"vllm:num_requests_r", b"vllm:num_requests_w"))
         ]
@@ -191,7 +181,7 @@ def test_clients_that_stop_reading_or_never_finish_do_not_disturb_others(server,
     for sock in sockets:
         sock.close()
     wait_until_idle(server)
-    assert request(server, "GET", "/health", key=None)[0] == 200
+    assert server.request("GET", "/health", key=None).status == 200
 
 
 @pytest.mark.parametrize(
@@ -216,7 +206,7 @@ def test_bytes_that_are_no_request(server, data):
         while part := sock.recv(65536):  # until the server closes the connection
             received += part
     assert b" 200 " not in received
-    assert request(server, "GET", "/health", key=None)[0] == 200
+    assert server.request("GET", "/health", key=None).status == 200
 
 
 def test_a_head_below_the_limit_may_come_in_pieces(server):
@@ -240,7 +230,7 @@ def test_pipelined_requests_are_refused(server):
             pass
     wait_until_idle(server)
     deadline = time.monotonic() + 60
-    while json.loads(request(server, "GET", "/load")[1]) != {"server_load": 0}:  # the reply ends after the request
+    while server.request("GET", "/load").json != {"server_load": 0}:  # the reply ends after the request
         assert time.monotonic() < deadline
 
 
@@ -312,9 +302,9 @@ def test_sigterm_lets_running_requests_end_and_refuses_new_ones(model, tmp_path)
             next(stream)
         server.process.send_signal(signal.SIGTERM)
         with contextlib.suppress(OSError):  # when all streams have ended, nothing listens
-            while (reply := request(server, "GET", "/health", key=None))[0] == 200:
+            while (reply := server.request("GET", "/health", key=None)).status == 200:
                 pass
-            assert reply[0] == 503 and b"shutting_down" in reply[1]
+            assert (reply.status, reply.error["code"]) == (503, "shutting_down")
         for stream in streams:
             *_, last = stream
             assert last.choices[0].finish_reason in ("length", "stop")
@@ -347,7 +337,7 @@ def test_a_client_that_does_not_read_does_not_keep_the_server_from_ending(model,
         with socket.create_connection((address.hostname, address.port)) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-            while b'"server_load":1' not in request(server, "GET", "/load")[1]:
+            while b'"server_load":1' not in server.request("GET", "/load").body:
                 time.sleep(0.01)
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(60) == 0

@@ -97,29 +97,24 @@ def guarded(app, api_keys=()):
 
 @pytest.mark.parametrize("name", ENDLESS)
 @pytest.mark.parametrize("key", [(), ("secret",)], ids=["open", "key"])
-def test_what_is_around_a_body_is_limited(name, key):
+async def test_what_is_around_a_body_is_limited(name, key):
     """With a key, the client has none: its reply comes first."""
     begin, more = ENDLESS[name]
-
-    async def talk() -> int:
-        """How many bytes the server takes."""
-        async with serving(guarded(ok, key)) as port:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(begin)
-            num_sent = 0
-            with contextlib.suppress(ConnectionError):
-                while not writer.is_closing() and num_sent < 32 << 20:
-                    writer.write(more)
-                    num_sent += len(more)
-                    await writer.drain()
-                    await asyncio.sleep(0)
-            writer.close()
-            return num_sent
-
-    assert asyncio.run(talk()) < 8 << 20  # the sockets' buffers hold more than the server takes
+    async with serving(guarded(ok, key)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begin)
+        num_sent = 0
+        with contextlib.suppress(ConnectionError):
+            while not writer.is_closing() and num_sent < 32 << 20:
+                writer.write(more)
+                num_sent += len(more)
+                await writer.drain()
+                await asyncio.sleep(0)
+        writer.close()
+        assert num_sent < 8 << 20  # the sockets' buffers hold more than the server takes
 
 
-def test_small_chunks_and_trailers_are_no_attack():
+async def test_small_chunks_and_trailers_are_no_attack():
     bodies = []
 
     async def app(scope, receive, send):
@@ -127,56 +122,45 @@ def test_small_chunks_and_trailers_are_no_attack():
         assert [name for name, _ in scope["headers"]] == [b"host", b"transfer-encoding", b"connection"]
         await ok(scope, receive, send)
 
-    async def talk() -> bytes:
-        async with serving(guarded(app)) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(CHUNKED.removesuffix(b"\r\n") + b"Connection: close\r\n\r\n")
-            for _ in range(MAX_FRAMING // 8):
-                writer.write(b"1;a\r\nx\r\n")
-            writer.write(b"%x\r\n" % 1_000_000 + b"y" * 1_000_000 + b"\r\n0\r\nX-Checksum: 5\r\n\r\n")
-            return await reader.read()
-
-    assert asyncio.run(talk()).endswith(b"ok")
+    async with serving(guarded(app)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHUNKED.removesuffix(b"\r\n") + b"Connection: close\r\n\r\n")
+        for _ in range(MAX_FRAMING // 8):
+            writer.write(b"1;a\r\nx\r\n")
+        writer.write(b"%x\r\n" % 1_000_000 + b"y" * 1_000_000 + b"\r\n0\r\nX-Checksum: 5\r\n\r\n")
+        assert (await reader.read()).endswith(b"ok")
     assert bodies == [b"x" * (MAX_FRAMING // 8) + b"y" * 1_000_000]
 
 
-def test_large_bodies_follow_each_other_on_a_connection():
+async def test_large_bodies_follow_each_other_on_a_connection():
     """A read may have a head and the beginning of a large body, and what the previous body had does not count."""
     body = b"Content-Length: 400000\r\n\r\n" + b"a" * 400_000
-
-    async def talk() -> list[bytes]:
-        async with serving(guarded(ok)) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            replies = []
-            for _ in range(3):
-                writer.write(HEAD + body)
-                replies.append(await reader.readuntil(b"ok"))
-            writer.close()
-            return replies
-
-    assert all(reply.startswith(b"HTTP/1.1 200") for reply in asyncio.run(talk()))
+    async with serving(guarded(ok)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        replies = []
+        for _ in range(3):
+            writer.write(HEAD + body)
+            replies.append(await reader.readuntil(b"ok"))
+        writer.close()
+        assert all(reply.startswith(b"HTTP/1.1 200") for reply in replies)
 
 
 @pytest.mark.parametrize(
     "head", [b"Content-Length: 5000\r\n\r\n1", b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n"]
 )
-def test_a_connection_whose_request_was_refused_before_its_end_is_closed(monkeypatch, head):
+async def test_a_connection_whose_request_was_refused_before_its_end_is_closed(monkeypatch, head):
     monkeypatch.setattr(connection, "LINGER_SECONDS", 0.2)
-
-    async def talk() -> bytes:
-        async with serving(guarded(ok, ["secret"])) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(HEAD + head)
-            reply = await reader.readuntil(b"\r\n\r\n")
-            with contextlib.suppress(ConnectionError):
-                while not reader.at_eof():
-                    writer.write(b"1")
-                    await asyncio.sleep(0.01)
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(reader.read(1000), 0.01)
-            return reply
-
-    assert asyncio.run(asyncio.wait_for(talk(), 120)).startswith(b"HTTP/1.1 401")  # and no 100 Continue
+    async with serving(guarded(ok, ["secret"])) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + head)
+        reply = await reader.readuntil(b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"1")
+                await asyncio.sleep(0.01)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(reader.read(1000), 0.01)
+        assert reply.startswith(b"HTTP/1.1 401")  # and no 100 Continue
 
 
 def test_the_sum_of_bodies_is_limited_and_small_ones_always_pass(monkeypatch):
@@ -215,14 +199,11 @@ def test_the_sum_of_bodies_is_limited_and_small_ones_always_pass(monkeypatch):
         assert passed.status == again.status == 200
 
 
-def test_a_path_without_a_key_reads_no_body():
-    async def talk():
-        gate = guarded(ok, ["secret"])
-        for path in ("/health", "/ping", "/"):
-            reply = await call(gate, "POST", path, chunks=[b"x" * MAX_BODY, None])
-            assert reply.status == 200 and gate.num_held == 0
-
-    asyncio.run(talk())
+async def test_a_path_without_a_key_reads_no_body():
+    gate = guarded(ok, ["secret"])
+    for path in ("/health", "/ping", "/"):
+        reply = await call(gate, "POST", path, chunks=[b"x" * MAX_BODY, None])
+        assert reply.status == 200 and gate.num_held == 0
 
 
 def test_connections_wait_while_no_file_descriptor_is_left(caplog):

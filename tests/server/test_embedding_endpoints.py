@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 import openai
 import pytest
-from asgi import call
+from asgi import call, get, post
 from encoders import texts, tiny_encoder, write_modules
 from server_process import OPTIONS
 
@@ -46,10 +46,6 @@ def reranker(tmp_path_factory):
     llm, app = serve(tiny_encoder(tmp_path_factory.mktemp("reranker"), num_labels=1))
     yield app
     llm.shutdown()
-
-
-def post(app, path, body):
-    return asyncio.run(call(app, "POST", path, body))
 
 
 def embedded(reply):
@@ -176,7 +172,7 @@ def test_calls_at_once_share_batches_and_metrics_count_them(app, directory):
     alone = [embedded(post(app, EMBEDDINGS, {"input": text}))[0] for text in TEXTS]
     for number, reply in enumerate(replies):
         assert np.abs(np.array(embedded(reply)[0]) - alone[number % len(TEXTS)]).max() < 1e-5
-    metrics = asyncio.run(call(app, "GET", "/metrics")).body.decode()
+    metrics = get(app, "/metrics").body.decode()
     assert 'handler="/v1/embeddings"' in metrics
     counts = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("vllm:"))
     (ended,) = (value for name, value in counts.items() if "success" in name and 'finished_reason="stop"' in name)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
-from test_api import CHAT, HELLO, TEXT, post
+from asgi import post
+from test_api import CHAT, HELLO, TEXT
 
 from nanopage import SamplingParams, StructuredOutputsParams
 from nanopage.grammar import structured as structured_module
-from nanopage.server.app import create_app
 from nanopage.server.errors import ApiError
 from nanopage.server.message_body import MessagesBody
 from nanopage.server.messages import Messages
@@ -30,11 +30,6 @@ SCHEMA = {
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": SCHEMA}}
 LESS_SPACE = {"200": -30, "201": -30, "204": -30, "223": -30, "2": 9}  # white space; end-of-sequence
 ASK = {"seed": 1, "max_tokens": 60, "logit_bias": LESS_SPACE}
-
-
-@pytest.fixture(scope="module")
-def app(llm):
-    return create_app(ServerState(["tiny"], llm=llm), hosts=["localhost"])
 
 
 def choice(reply):
@@ -240,7 +235,7 @@ def test_a_form_that_fails_while_it_is_followed_has_the_endpoints_name(llm, plac
     kind, body = CALLS[place]
 
     async def fail():
-        generation = await kind(llm, body, "tiny").start(lambda: None)
+        generation = await kind(ServerState(["tiny"], llm=llm), body).start(lambda: None)
         try:
             generation._check(SimpleNamespace(finished=False, error="structured_outputs.json: it is too complex"))
         finally:

@@ -9,50 +9,19 @@ from asgi import call
 from encoders import tiny_encoder
 
 from nanopage import AsyncLLM, EngineArgs
-from nanopage.server import json_body
+from nanopage.server import json_body, protocol
 from nanopage.server.adapters import LoadBody, UnloadBody
 from nanopage.server.app import create_app
 from nanopage.server.message_body import CountBody, MessagesBody
-from nanopage.server.protocol import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EmbeddingBody,
-    RerankBody,
-    ResponsesBody,
-    ScoreBody,
-    TokenizeBody,
-)
 from nanopage.server.state import ServerState
 
 STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 DEEP = "[" * 940 + "]" * 940
 # As JSON, because Python cannot write some of them.
 VALUES = [
-    "1" + "0" * 309,
-    "-1" + "0" * 5000,
-    str(2**63),
-    str(-(2**63) - 1),
-    str(2**64 - 1),
-    "-1",
-    "0",
-    "1",
-    "16.0",
-    "1e308",
-    "1e999",
-    "NaN",
-    "true",
-    '""',
-    '"\\ud800"',
-    '"a"',
-    DEEP,
-    '{"a": ' * 940 + "1" + "}" * 940,
-    "[]",
-    "{}",
-    "[1" + "0" * 309 + "]",
-    "[-1]",
-    '["a\\udfff"]',
-    '{"\\ud800": 1}',
+    *("1" + "0" * 309, "-1" + "0" * 5000, str(2**63), str(-(2**63) - 1), str(2**64 - 1), "-1", "0", "1", "16.0"),
+    *("1e308", "1e999", "NaN", "true", '""', '"\\ud800"', '"a"', DEEP, '{"a": ' * 940 + "1" + "}" * 940),
+    *("[]", "{}", "[1" + "0" * 309 + "]", "[-1]", '["a\\udfff"]', '{"\\ud800": 1}'),
     '{"type": "function", "function": {"name": "\\ud800", "arguments": ' + DEEP + "}}",
 ]
 MESSAGE, CALL = {"role": "user", "content": "Hi"}, {"id": "a", "type": "function", "function": {"name": "f"}}
@@ -64,7 +33,7 @@ SHORT = {"max_tokens": 1, "temperature": 0}
 # path -> (its body, one that is right, places in it beside the fields of the body)
 TEXT = {
     "/v1/chat/completions": (
-        ChatBody,
+        protocol.ChatBody,
         {"messages": [MESSAGE], **SHORT},
         {
             **{f"messages.0.{name}": {} for name in ("role", "content", "name", "tool_calls", "x", "reasoning")},
@@ -88,9 +57,9 @@ TEXT = {
             "an unknown field": {},
         },
     ),
-    "/v1/completions": (CompletionBody, {"prompt": "Hi", **SHORT}, {"prompt.0": {"prompt": [1]}}),
+    "/v1/completions": (protocol.CompletionBody, {"prompt": "Hi", **SHORT}, {"prompt.0": {"prompt": [1]}}),
     "/v1/responses": (
-        ResponsesBody,
+        protocol.ResponsesBody,
         {"input": "Hi", "max_output_tokens": 1, "temperature": 0},
         {
             **{f"input.0.{name}": {"input": [ITEM]} for name in ("type", "role", "content", "x", "call_id", "output")},
@@ -123,15 +92,15 @@ TEXT = {
         },
     ),
     "/v1/messages/count_tokens": (CountBody, {"messages": [MESSAGE]}, {}),
-    "/tokenize": (TokenizeBody, {"prompt": "Hi"}, {"messages": {"prompt": None}}),
-    "/detokenize": (DetokenizeBody, {"tokens": [1]}, {"tokens.0": {}}),
+    "/tokenize": (protocol.TokenizeBody, {"prompt": "Hi"}, {"messages": {"prompt": None}}),
+    "/detokenize": (protocol.DetokenizeBody, {"tokens": [1]}, {"tokens.0": {}}),
     "/v1/load_lora_adapter": (LoadBody, {"lora_name": "a", "lora_path": "/nowhere"}, {}),
     "/v1/unload_lora_adapter": (UnloadBody, {"lora_name": "a"}, {}),
 }
 POOLED = {
-    "/v1/embeddings": (EmbeddingBody, {"input": "Hi"}, {"input.0": {"input": [1]}}),
-    "/v1/score": (ScoreBody, {"text_1": "Hi", "text_2": ["a"]}, {"text_2.0": {}}),
-    "/v1/rerank": (RerankBody, {"query": "Hi", "documents": ["a"]}, {"documents.0.text": {"documents": [{}]}}),
+    "/v1/embeddings": (protocol.EmbeddingBody, {"input": "Hi"}, {"input.0": {"input": [1]}}),
+    "/v1/score": (protocol.ScoreBody, {"text_1": "Hi", "text_2": ["a"]}, {"text_2.0": {}}),
+    "/v1/rerank": (protocol.RerankBody, {"query": "Hi", "documents": ["a"]}, {"documents.0.text": {"documents": [{}]}}),
 }
 
 

@@ -8,7 +8,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import pytest
-from asgi import call
+from asgi import call, get, post
 from encoders import tiny_encoder, write_modules
 from fake_executor import FakeExecutor, fake_engine, tokens
 
@@ -109,16 +109,16 @@ def test_it_is_off_where_others_could_reach_it_unless_asked_for():
 def test_where_it_is_off_every_path_says_why():
     app = create_app(ServerState(["fake"], no_view="start the server with --view"))
     for path in ("/view", "/view/events", "/view/control", "/view/runs/beams"):
-        reply = asyncio.run(call(app, "GET", path))
+        reply = get(app, path)
         assert (reply.status, reply.error["code"]) == (404, "not_served")
         assert reply.error["message"].endswith("is not served: start the server with --view")
 
 
 def test_the_pages_link_to_each_other_where_both_are_served():
     with served() as (app, _, _):
-        page, view = (asyncio.run(call(app, "GET", path)).body for path in ("/", "/view"))
+        page, view = (get(app, path).body for path in ("/", "/view"))
         assert b'<a href="view" target="_blank" rel="opener">' in page and b'<a href="./" ' in view
-    alone = asyncio.run(call(create_app(ServerState(["fake"])), "GET", "/")).body
+    alone = get(create_app(ServerState(["fake"])), "/").body
     assert b'<a href="view" target="_blank" rel="opener" hidden>' in alone
 
 
@@ -145,9 +145,9 @@ def test_with_a_key_only_the_empty_page_is_open():
     with served(["secret"]) as (app, _, _):
         for path, method in (("/view/events", "GET"), ("/view/control", "POST"), ("/view/runs/beams", "GET")):
             assert asyncio.run(call(app, method, path, {"action": "pause"})).status == 401
-        page = asyncio.run(call(app, "GET", "/view"))
+        page = get(app, "/view")
         assert page.status == 200 and b"fake" not in page.body
-        reply = asyncio.run(call(app, "GET", "/view/runs/beams", headers={"authorization": "Bearer secret"}))
+        reply = get(app, "/view/runs/beams", headers={"authorization": "Bearer secret"})
         assert reply.status == 200 and reply.headers["content-encoding"] == "gzip"
 
 
@@ -155,10 +155,10 @@ def test_another_site_cannot_pause_the_engine():
     with served() as (app, _, _):
         body = b'{"action": "pause"}'
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-            reply = asyncio.run(call(app, "POST", "/view/control", body, {"content-type": kind}))
+            reply = post(app, "/view/control", body, headers={"content-type": kind})
             assert reply.status in (400, 415, 422)
         guarded = create_app(ServerState(["fake"], view=LiveView()), hosts=["localhost"])
-        assert asyncio.run(call(guarded, "GET", "/view", headers={"host": "evil.example"})).status == 403
+        assert get(guarded, "/view", headers={"host": "evil.example"}).status == 403
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def test_another_site_cannot_pause_the_engine():
 def test_another_site_can_neither_watch_nor_pause(headers, status):
     app = create_app(ServerState(["fake"], view=LiveView()))  # it would answer 503, because it has no engine
     headers = {"host": "localhost"} | headers
-    assert asyncio.run(call(app, "GET", "/view/events", headers=headers)).status == status
+    assert get(app, "/view/events", headers=headers).status == status
     as_json = headers | {"content-type": "application/json"}
-    assert asyncio.run(call(app, "POST", "/view/control", b'{"action": "pause"}', as_json)).status == status
+    assert post(app, "/view/control", b'{"action": "pause"}', headers=as_json).status == status
 
 
 @pytest.mark.parametrize(
@@ -187,19 +187,19 @@ def test_another_site_can_neither_watch_nor_pause(headers, status):
 )
 def test_bad_controls_are_refused(body):
     with served() as (app, _, _):
-        assert asyncio.run(call(app, "POST", "/view/control", body)).status == 400
+        assert post(app, "/view/control", body).status == 400
 
 
 @pytest.mark.parametrize("name", ["nothing", "..%2f..%2fview", "../view.py", "beams.jsonl.gz"])
 def test_recordings_are_only_those_that_come_with_it(name):
     with served() as (app, _, _):
-        assert asyncio.run(call(app, "GET", f"/view/runs/{name}")).status == 404
+        assert get(app, f"/view/runs/{name}").status == 404
 
 
 def test_before_the_model_is_loaded_there_is_nothing_to_see():
     app = create_app(ServerState(["fake"], view=LiveView()))
-    assert asyncio.run(call(app, "GET", "/view")).status == 200
-    assert asyncio.run(call(app, "GET", "/view/events")).status == 503
+    assert get(app, "/view").status == 200
+    assert get(app, "/view/events").status == 503
 
 
 def test_the_requests_of_an_encoder_are_shown_without_blocks(tmp_path):
@@ -221,55 +221,46 @@ def test_the_requests_of_an_encoder_are_shown_without_blocks(tmp_path):
 # What is sent
 
 
-def test_a_watcher_gets_every_step_and_no_text_or_id_of_a_request():
-    async def main():
-        with served() as (app, llm, _):
-            assert not any("view" in repr(listener) for listener in llm.engine.listeners)
-            num_listeners = len(llm.engine.listeners)
-            async with watching(app) as got:
-                assert len(llm.engine.listeners) == num_listeners + 1
-                await asyncio.gather(*(generate(llm, f"a secret {i}", 6) for i in range(4)))
-                await until(lambda: len(got) > 1 and got[-1].get("queues") == [[], [], []])
-                assert [frame["step"] for frame in got] == [*range(len(got))]
-                assert sum(frame["tokens"][2] for frame in got[1:]) == 24
-                assert "secret" not in json.dumps(got)
-            await until(lambda: len(llm.engine.listeners) == num_listeners)
-
-    asyncio.run(main())
+async def test_a_watcher_gets_every_step_and_no_text_or_id_of_a_request():
+    with served() as (app, llm, _):
+        assert not any("view" in repr(listener) for listener in llm.engine.listeners)
+        num_listeners = len(llm.engine.listeners)
+        async with watching(app) as got:
+            assert len(llm.engine.listeners) == num_listeners + 1
+            await asyncio.gather(*(generate(llm, f"a secret {i}", 6) for i in range(4)))
+            await until(lambda: len(got) > 1 and got[-1].get("queues") == [[], [], []])
+            assert [frame["step"] for frame in got] == [*range(len(got))]
+            assert sum(frame["tokens"][2] for frame in got[1:]) == 24
+            assert "secret" not in json.dumps(got)
+        await until(lambda: len(llm.engine.listeners) == num_listeners)
 
 
-def test_a_second_watcher_disturbs_no_first_one_and_a_ninth_is_refused():
-    async def main():
-        with served() as (app, llm, state):
-            async with contextlib.AsyncExitStack() as stack:
-                watchers = [await stack.enter_async_context(watching(app)) for _ in range(MAX_WATCHERS)]
-                reply = await call(app, "GET", "/view/events")
-                assert (reply.status, reply.error["code"]) == (429, "too_many_watchers")
-                await generate(llm, "a")
-                for got in watchers:
-                    await until(lambda got=got: len(got) > 1 and got[-1].get("queues") == [[], [], []])
-                assert state.view.num_watching == MAX_WATCHERS
-            await until(lambda: state.view.num_watching == 0)
-
-    asyncio.run(main())
+async def test_a_second_watcher_disturbs_no_first_one_and_a_ninth_is_refused():
+    with served() as (app, llm, state):
+        async with contextlib.AsyncExitStack() as stack:
+            watchers = [await stack.enter_async_context(watching(app)) for _ in range(MAX_WATCHERS)]
+            reply = await call(app, "GET", "/view/events")
+            assert (reply.status, reply.error["code"]) == (429, "too_many_watchers")
+            await generate(llm, "a")
+            for got in watchers:
+                await until(lambda got=got: len(got) > 1 and got[-1].get("queues") == [[], [], []])
+            assert state.view.num_watching == MAX_WATCHERS
+        await until(lambda: state.view.num_watching == 0)
 
 
-def test_a_slow_watcher_loses_frames_but_not_the_state():
-    async def main():
-        with served() as (_, llm, state):
-            watcher, view = Watcher(), state.view
-            await llm.between_steps(lambda: view._attach(llm, "fake", watcher))
-            for i in range(MAX_BEHIND // 20 + 5):
-                await generate(llm, f"{i}", 20)
-            events = [json.loads(event[6:]) for event in watcher.events]
-            assert len(events) < MAX_BEHIND
-            assert events[0]["frame"] == "key" and events[0]["behind"]
-            assert [event["step"] for event in events] == [*range(events[0]["step"], events[-1]["step"] + 1)]
-
-    asyncio.run(main())
+async def test_a_slow_watcher_loses_frames_but_not_the_state():
+    with served() as (_, llm, state):
+        watcher, view = Watcher(), state.view
+        await llm.between_steps(lambda: view._attach(llm, "fake", watcher))
+        for i in range(MAX_BEHIND // 20 + 5):
+            await generate(llm, f"{i}", 20)
+        events = [json.loads(event[6:]) for event in watcher.events]
+        assert len(events) < MAX_BEHIND
+        assert events[0]["frame"] == "key" and events[0]["behind"]
+        assert [event["step"] for event in events] == [*range(events[0]["step"], events[-1]["step"] + 1)]
 
 
-def test_events_that_are_dropped_while_they_are_taken():
+async def test_events_that_are_dropped_while_they_are_taken():
     class Dropped(deque):
         """Events that the engine's thread drops between the first and the second."""
 
@@ -278,141 +269,117 @@ def test_events_that_are_dropped_while_they_are_taken():
             self.clear()
             return first
 
-    async def main():
-        watcher = Watcher()
-        watcher.events = Dropped([b"1", b"2", b"3"])
-        assert watcher.take() == b"1" and watcher.take() == b""
-        watcher.events = deque([b"-"] * MAX_BEHIND)
-        watcher.put(b"lost")
-        watcher.put(b"too")  # after what was lost, it would mean nothing
-        assert watcher.behind and watcher.take() == b""
-        watcher.restart(b"whole")
-        watcher.put(b"next")
-        assert watcher.take() == b"wholenext"
-
-    asyncio.run(main())
+    watcher = Watcher()
+    watcher.events = Dropped([b"1", b"2", b"3"])
+    assert watcher.take() == b"1" and watcher.take() == b""
+    watcher.events = deque([b"-"] * MAX_BEHIND)
+    watcher.put(b"lost")
+    watcher.put(b"too")  # after what was lost, it would mean nothing
+    assert watcher.behind and watcher.take() == b""
+    watcher.restart(b"whole")
+    watcher.put(b"next")
+    assert watcher.take() == b"wholenext"
 
 
-def test_an_error_of_the_view_is_none_of_the_engine(caplog):
-    async def main():
-        with served() as (app, llm, state):
-            async with watching(app) as got:
-                state.view._frames._tables = None
-                assert (await generate(llm, "a")).finished
-                await until(lambda: len(got) > 1)
-                assert got[1]["frame"] == "key"
-        assert "the live view has failed" in caplog.text
-
-    asyncio.run(main())
+async def test_an_error_of_the_view_is_none_of_the_engine(caplog):
+    with served() as (app, llm, state):
+        async with watching(app) as got:
+            state.view._frames._tables = None
+            assert (await generate(llm, "a")).finished
+            await until(lambda: len(got) > 1)
+            assert got[1]["frame"] == "key"
+    assert "the live view has failed" in caplog.text
 
 
 # Pauses
 
 
-def test_step_by_step_each_step_is_announced_before_it_runs():
-    async def main():
-        with served() as (app, llm, _):
-            async with watching(app) as got:
-                assert (await control(app, "pause")).json == {"paused": True}
-                task = asyncio.create_task(generate(llm, "a", 3))
-                for step in range(3):
-                    await until(lambda: got[-1]["frame"] == "plan" and got[-1]["why"])
-                    planned = [text for _, _, text in got[-1]["why"]]
-                    assert got[-1]["step"] == step
-                    await control(app, "step")
-                    await until(lambda step=step: any(f["frame"] == "step" and f["step"] == step + 1 for f in got))
-                    done = next(frame for frame in got if frame["frame"] == "step" and frame["step"] == step + 1)
-                    assert [text for _, _, text in done["why"]][: len(planned)] == planned
-                assert len((await task).outputs[0].token_ids) == 3
-
-    asyncio.run(main())
-
-
-def test_requests_wait_in_a_pause_and_can_be_aborted_and_health_stays_good():
-    async def main():
-        with served() as (app, llm, state):
-            state.stall_seconds = 0.01
-            async with watching(app) as got:
-                await control(app, "pause")
-                tasks = [asyncio.create_task(generate(llm, name, 4)) for name in "abc"]
-                await until(lambda: len(got[-1].get("queues", [[]])[0]) + len(got[-1].get("queues", [[], []])[1]) == 3)
-                await asyncio.sleep(0.05)
-                assert not any(task.done() for task in tasks) and not any(frame["frame"] == "step" for frame in got)
-                assert (await call(app, "GET", "/health")).status == 200
-                await llm.abort("b")
-                assert (await tasks[1]).outputs[0].finish_reason == "abort"
-                await control(app, "step", steps=2)
-                await until(lambda: got[-1]["frame"] == "plan" and got[-1]["step"] == 2)
-                assert not tasks[0].done()
-                assert (await control(app, "resume")).json == {"paused": False}
-                assert [len((await task).outputs[0].token_ids) for task in (tasks[0], tasks[2])] == [4, 4]
-                check_blocks(llm.engine.scheduler.block_manager)
-
-    asyncio.run(main())
-
-
-def test_the_engine_goes_on_when_the_last_watcher_leaves():
-    async def main():
-        with served() as (app, llm, _):
-            assert (await control(app, "pause")).error["code"] == "nobody_watches"
-            async with watching(app):
-                await control(app, "pause")
-                task = asyncio.create_task(generate(llm, "a"))
-                await asyncio.sleep(0.02)
-                assert not task.done()
-            assert (await asyncio.wait_for(task, 60)).finished
-
-    asyncio.run(main())
-
-
-def test_a_pause_that_no_page_renews_ends(monkeypatch):
-    async def main():
-        with served() as (app, llm, state):
-            async with watching(app) as got:  # a page that is frozen and closes nothing
-                await control(app, "pause")
-                lease = state.view._lease
-                await until(lambda: asyncio.get_running_loop().time() > lease.when() - LEASE_SECONDS + 0.01)
-                assert (await control(app, "renew")).json == {"paused": True}
-                assert lease.cancelled() and state.view._lease.when() > lease.when()
-                monkeypatch.setattr("nanopage.server.live_view.LEASE_SECONDS", 0.05)
-                await control(app, "step")
-                assert (await asyncio.wait_for(generate(llm, "a"), 60)).finished
-                await until(lambda: any(frame.get("paused") is False for frame in got[1:]))
-                assert (await control(app, "renew")).json == {"paused": False}  # which begins no pause
-                assert state.view._lease is None
-
-    asyncio.run(main())
-
-
-def test_shutdown_works_in_a_pause():
-    async def main():
-        with served() as (app, llm, _):
-            async with watching(app) as got:
-                await control(app, "pause")
-                task = asyncio.create_task(generate(llm, "a"))
+async def test_step_by_step_each_step_is_announced_before_it_runs():
+    with served() as (app, llm, _):
+        async with watching(app) as got:
+            assert (await control(app, "pause")).json == {"paused": True}
+            task = asyncio.create_task(generate(llm, "a", 3))
+            for step in range(3):
                 await until(lambda: got[-1]["frame"] == "plan" and got[-1]["why"])
-                assert await asyncio.to_thread(llm.shutdown, 60)
-                with pytest.raises(EngineDeadError):
-                    await task
-                await asyncio.wait_for(got.ended.wait(), 60)
-            assert got[-1]["frame"] == "end"
-
-    asyncio.run(main())
-
-
-def test_a_pause_lasts_through_a_step_that_fails():
-    async def main():
-        with served() as (app, llm, _):
-            async with watching(app) as got:
-                await control(app, "pause")
-                task = asyncio.create_task(generate(llm, "a", 2))
-                await until(lambda: got[-1]["frame"] == "plan" and got[-1]["why"])
-                executor: FakeExecutor = llm.engine.executor
-                executor.error = RuntimeError("a fault")
+                planned = [text for _, _, text in got[-1]["why"]]
+                assert got[-1]["step"] == step
                 await control(app, "step")
-                await until(lambda: got[-1]["frame"] == "plan" and got[-1]["step"] == 1)
-                assert not task.done()
-                await control(app, "resume")
-                assert len((await task).outputs[0].token_ids) == 2
+                await until(lambda step=step: any(f["frame"] == "step" and f["step"] == step + 1 for f in got))
+                done = next(frame for frame in got if frame["frame"] == "step" and frame["step"] == step + 1)
+                assert [text for _, _, text in done["why"]][: len(planned)] == planned
+            assert len((await task).outputs[0].token_ids) == 3
 
-    asyncio.run(main())
+
+async def test_requests_wait_in_a_pause_and_can_be_aborted_and_health_stays_good():
+    with served() as (app, llm, state):
+        state.stall_seconds = 0.01
+        async with watching(app) as got:
+            await control(app, "pause")
+            tasks = [asyncio.create_task(generate(llm, name, 4)) for name in "abc"]
+            await until(lambda: len(got[-1].get("queues", [[]])[0]) + len(got[-1].get("queues", [[], []])[1]) == 3)
+            await asyncio.sleep(0.05)
+            assert not any(task.done() for task in tasks) and not any(frame["frame"] == "step" for frame in got)
+            assert (await call(app, "GET", "/health")).status == 200
+            await llm.abort("b")
+            assert (await tasks[1]).outputs[0].finish_reason == "abort"
+            await control(app, "step", steps=2)
+            await until(lambda: got[-1]["frame"] == "plan" and got[-1]["step"] == 2)
+            assert not tasks[0].done()
+            assert (await control(app, "resume")).json == {"paused": False}
+            assert [len((await task).outputs[0].token_ids) for task in (tasks[0], tasks[2])] == [4, 4]
+            check_blocks(llm.engine.scheduler.block_manager)
+
+
+async def test_the_engine_goes_on_when_the_last_watcher_leaves():
+    with served() as (app, llm, _):
+        assert (await control(app, "pause")).error["code"] == "nobody_watches"
+        async with watching(app):
+            await control(app, "pause")
+            task = asyncio.create_task(generate(llm, "a"))
+            await asyncio.sleep(0.02)
+            assert not task.done()
+        assert (await asyncio.wait_for(task, 60)).finished
+
+
+async def test_a_pause_that_no_page_renews_ends(monkeypatch):
+    with served() as (app, llm, state):
+        async with watching(app) as got:  # a page that is frozen and closes nothing
+            await control(app, "pause")
+            lease = state.view._lease
+            await until(lambda: asyncio.get_running_loop().time() > lease.when() - LEASE_SECONDS + 0.01)
+            assert (await control(app, "renew")).json == {"paused": True}
+            assert lease.cancelled() and state.view._lease.when() > lease.when()
+            monkeypatch.setattr("nanopage.server.live_view.LEASE_SECONDS", 0.05)
+            await control(app, "step")
+            assert (await asyncio.wait_for(generate(llm, "a"), 60)).finished
+            await until(lambda: any(frame.get("paused") is False for frame in got[1:]))
+            assert (await control(app, "renew")).json == {"paused": False}  # which begins no pause
+            assert state.view._lease is None
+
+
+async def test_shutdown_works_in_a_pause():
+    with served() as (app, llm, _):
+        async with watching(app) as got:
+            await control(app, "pause")
+            task = asyncio.create_task(generate(llm, "a"))
+            await until(lambda: got[-1]["frame"] == "plan" and got[-1]["why"])
+            assert await asyncio.to_thread(llm.shutdown, 60)
+            with pytest.raises(EngineDeadError):
+                await task
+            await asyncio.wait_for(got.ended.wait(), 60)
+        assert got[-1]["frame"] == "end"
+
+
+async def test_a_pause_lasts_through_a_step_that_fails():
+    with served() as (app, llm, _):
+        async with watching(app) as got:
+            await control(app, "pause")
+            task = asyncio.create_task(generate(llm, "a", 2))
+            await until(lambda: got[-1]["frame"] == "plan" and got[-1]["why"])
+            executor: FakeExecutor = llm.engine.executor
+            executor.error = RuntimeError("a fault")
+            await control(app, "step")
+            await until(lambda: got[-1]["frame"] == "plan" and got[-1]["step"] == 1)
+            assert not task.done()
+            await control(app, "resume")
+            assert len((await task).outputs[0].token_ids) == 2

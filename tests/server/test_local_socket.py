@@ -29,25 +29,22 @@ def place(monkeypatch):
         yield Path(directory) / "nanopage"
 
 
-def test_the_socket_answers_this_user_alone_and_leaves_nothing_behind(place, monkeypatch):
+async def test_the_socket_answers_this_user_alone_and_leaves_nothing_behind(place, monkeypatch):
     def ask(file) -> bytes:
         with connect(socket_of(file), 10.0) as client:
             return client.recv(10)
 
-    async def talk():
-        local = LocalSocket(SERVER, Greet, 1000)
-        (file,) = place.glob("*.json")
-        assert stat.S_IMODE(socket_of(file).stat().st_mode) == 0o600
-        assert await asyncio.to_thread(ask, file) == b"hello"
-        user = os.geteuid()
-        monkeypatch.setattr("nanopage.files.local_servers.os.geteuid", lambda: user + 1)  # of the server
-        monkeypatch.setattr("nanopage.files.local_servers.check_peer", lambda sock: None)  # of the client
-        if hasattr(socket, "SO_PEERCRED"):
-            assert await asyncio.to_thread(ask, file) == b""
-        local.close()
-        assert not [*place.iterdir()]
-
-    asyncio.run(talk())
+    local = LocalSocket(SERVER, Greet, 1000)
+    (file,) = place.glob("*.json")
+    assert stat.S_IMODE(socket_of(file).stat().st_mode) == 0o600
+    assert await asyncio.to_thread(ask, file) == b"hello"
+    user = os.geteuid()
+    monkeypatch.setattr("nanopage.files.local_servers.os.geteuid", lambda: user + 1)  # of the server
+    monkeypatch.setattr("nanopage.files.local_servers.check_peer", lambda sock: None)  # of the client
+    if hasattr(socket, "SO_PEERCRED"):
+        assert await asyncio.to_thread(ask, file) == b""
+    local.close()
+    assert not [*place.iterdir()]
 
 
 def test_a_server_that_can_have_no_socket_goes_on_without(place, monkeypatch, caplog, tmp_path):

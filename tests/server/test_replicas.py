@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-import http.client
 import json
 import os
 import re
 import signal
 import time
-import urllib.parse
 
 import openai
 import psutil
@@ -35,7 +33,7 @@ class Cluster:
     """A server with two replicas that run one sequence at a time, and what can be asked of it."""
 
     def __init__(self, server):
-        self.server, self.url = server, server.wait_until_ready()
+        self.server, self.url, self.request = server, server.wait_until_ready(), server.request
         self.processes = psutil.Process(server.process.pid).children(recursive=True)
 
     def replicas(self):
@@ -46,17 +44,9 @@ class Cluster:
                     found.append(child.pid)
         return found
 
-    def request(self, method, path, body=None, key="secret", **headers):
-        address = urllib.parse.urlsplit(self.url)
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-        headers |= {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        reply = connection.getresponse()
-        return reply.status, reply.headers, reply.read()
-
     def metric(self, name, **labels):
         """The sum over the replicas."""
-        text = self.request("GET", "/metrics")[2].decode()
+        text = self.request("GET", "/metrics").body.decode()
         lines = [line for line in text.splitlines() if re.match(rf"{name}(\{{| )", line)]
         return sum(
             float(line.split()[-1])
@@ -125,25 +115,25 @@ def test_what_is_not_text_and_errors_go_through_as_they_are(cluster, client):
     (model,) = client.models.list()
     assert model.id == "tiny" and model.max_model_len == 1024
     body = {"prompt": "the cat", "max_tokens": 1, "zzz": 1}
-    status, headers, reply = cluster.request("POST", "/v1/completions", body, **{"x-request-id": "mine"})
-    assert (status, headers["x-ignored-fields"], headers["x-request-id"]) == (200, "zzz", "mine")
-    ids = json.loads(cluster.request("POST", "/tokenize", {"prompt": "the cat"})[2])["tokens"]
-    assert len(ids) == json.loads(reply)["usage"]["prompt_tokens"]
-    assert cluster.request("POST", "/detokenize", {"tokens": ids})[0] == 200
-    assert cluster.request("GET", "/tokenizer_info")[0] == 200
+    reply = cluster.request("POST", "/v1/completions", body, **{"x-request-id": "mine"})
+    assert (reply.status, reply.headers["x-ignored-fields"], reply.headers["x-request-id"]) == (200, "zzz", "mine")
+    ids = cluster.request("POST", "/tokenize", {"prompt": "the cat"}).json["tokens"]
+    assert len(ids) == reply.json["usage"]["prompt_tokens"]
+    assert cluster.request("POST", "/detokenize", {"tokens": ids}).status == 200
+    assert cluster.request("GET", "/tokenizer_info").status == 200
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model="tiny", prompt="a", temperature=-1, stream=True)
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
         client.chat.completions.create(model="gpt-4", messages=HELLO)
     with pytest.raises(openai.NotFoundError, match="makes no embeddings"):
         client.embeddings.create(model="tiny", input="a")
-    assert cluster.request("POST", "/v1/completions", [1])[0] == 400
-    assert cluster.request("GET", "/v1/completions")[0] == 405
-    assert cluster.request("POST", "/v1/completions", body, key="wrong")[0] == 401
+    assert cluster.request("POST", "/v1/completions", [1]).status == 400
+    assert cluster.request("GET", "/v1/completions").status == 405
+    assert cluster.request("POST", "/v1/completions", body, key="wrong").status == 401
     for path, text in (("/health", b""), ("/", b"<html"), ("/version", b"version"), ("/load", b"server_load")):
-        status, _, reply = cluster.request("GET", path)
-        assert status == 200 and text in reply
-    assert cluster.request("GET", "/health", key=None)[0] == 200
+        reply = cluster.request("GET", path)
+        assert reply.status == 200 and text in reply.body
+    assert cluster.request("GET", "/health", key=None).status == 200
 
 
 def test_requests_go_where_their_prefix_is_cached_and_others_to_the_idlest(cluster, client):
@@ -226,33 +216,29 @@ def test_a_death_costs_only_what_the_clients_had_begun_to_read(cluster, expected
     assert whole == [expected(f"a dog {i}", 20) for i in range(2)]
     assert cluster.metric("nanopage:replica_losses_total") - losses == 1
     assert 0 not in counts and cluster.metric("nanopage:replica_retries_total") - retries in counts
-    assert cluster.request("GET", "/health")[0] == 200
+    assert cluster.request("GET", "/health").status == 200
     deadline = time.monotonic() + 180
     while replica in cluster.replicas() and time.monotonic() < deadline:
         time.sleep(0.05)
     cluster.wait_for(2, "nanopage:replicas_running")
     assert len(cluster.replicas()) == 2 and replica not in cluster.replicas()
-    assert cluster.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 2})[0] == 200
+    assert cluster.request("POST", "/v1/completions", {"prompt": "the cat", "max_tokens": 2}).status == 200
 
 
 def test_what_a_client_sends_is_not_taken_for_the_death_of_an_engine(cluster, front):
     before = cluster.metric("nanopage:replica_retries_total")
     body = {"input": "Hi", "metadata": {"code": "engine_dead"}, "max_output_tokens": 2}
     for stream in (False, True):
-        assert cluster.request("POST", "/v1/responses", body | {"stream": stream})[0] == 200
+        assert cluster.request("POST", "/v1/responses", body | {"stream": stream}).status == 200
         message = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "stream": stream}
-        status, _, text = cluster.request("POST", "/v1/messages", message)
-        assert status == 200 and text.endswith(STOP if stream else b"}")
+        reply = cluster.request("POST", "/v1/messages", message)
+        assert reply.status == 200 and reply.body.endswith(STOP if stream else b"}")
     assert cluster.metric("nanopage:replica_retries_total") == before
 
 
 @pytest.mark.parametrize("body", [b'{"prompt": "\xff"}', b"[" * 100_000], ids=["not UTF-8", "nested"])
 def test_bodies_that_cannot_be_read_are_refused_by_the_replica(cluster, body):
-    address = urllib.parse.urlsplit(cluster.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
-    connection.request("POST", "/v1/completions", body, headers)
-    assert connection.getresponse().status == 400
+    assert cluster.request("POST", "/v1/completions", body).status == 400
 
 
 def test_sigterm_lets_streams_end_except_those_of_a_replica_that_hangs_and_leaves_no_process(cluster, client, expected):

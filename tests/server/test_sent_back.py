@@ -1,16 +1,14 @@
 """Conversations as clients send them back: every shape of a reply, with fields that only clients know."""
 
-import asyncio
 import dataclasses
 
 import pytest
-from asgi import call
+from asgi import post
 from server_process import OPTIONS
 
 from nanopage import AsyncLLM, EngineArgs
 from nanopage.server import chat
 from nanopage.server.app import create_app
-from nanopage.server.state import ServerState
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 CHAT = "/v1/chat/completions"
@@ -23,20 +21,6 @@ def llm(model):
     llm = AsyncLLM.from_engine_args(EngineArgs(model=str(model), **options))
     yield llm
     llm.shutdown()
-
-
-@pytest.fixture
-def state(llm):
-    return ServerState(["tiny"], llm=llm)
-
-
-@pytest.fixture
-def app(state):
-    return create_app(state, hosts=["localhost"])
-
-
-def post(app, path, body):
-    return asyncio.run(call(app, "POST", path, body))
 
 
 CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": %s'

@@ -19,7 +19,7 @@ from programs import ROOT
 from server_process import serving
 
 from nanopage.server import model_process, models, residents, streaming
-from nanopage.server.app import guard
+from nanopage.server.app import create_app
 from nanopage.server.models import Models
 from nanopage.server.options import named_models
 from nanopage.server.serve import main, parser
@@ -85,7 +85,7 @@ async def several(root, names="abc", room=2, keep_alive=-1.0, keys=(), measures=
     front = Models(shared, {name: str(root / name) for name in names}, options, [*keys])
     await asyncio.to_thread(front.load, asyncio.get_running_loop())
     front.residents.measures = measures
-    app = guard(front.routes, shared, [*keys], ["localhost"], False, "", app=front)
+    app = create_app(shared, keys, ["localhost"], routes=front.routes, app=front)
     try:
         yield Served(root, app, front)
     finally:
@@ -94,92 +94,77 @@ async def several(root, names="abc", room=2, keep_alive=-1.0, keys=(), measures=
         assert not front.residents.processes
 
 
-def run(work):
-    return asyncio.run(asyncio.wait_for(work, 60))
-
-
-def test_models_are_loaded_when_they_are_wanted_and_unloaded_when_others_need_the_memory(tmp_path):
-    async def work():
-        async with several(tmp_path) as served:
-            assert set(served.states().values()) == {"unloaded"}
-            cards = await served.get("/v1/models")
-            assert [card["id"] for card in cards["data"]] == ["a", "b", "c"] and cards["last_id"] == "c"
-            assert cards["data"][0]["max_model_len"] is None
-            pids = [(await served.post(name)).json["pid"] for name in "aba"]
-            assert pids[0] == pids[2] != pids[1]
-            assert (await served.post("c")).json["model"] == "c"  # b was used before a
-            assert served.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
-            with pytest.raises(ProcessLookupError):
-                os.kill(pids[1], 0)
-            card = await served.get("/v1/models/b")
-            assert (card["state"], card["max_model_len"], card["error"]) == ("unloaded", 77, None)
-            assert (await served.post("b")).json["pid"] not in pids
-            assert await served.get("/health") == {"loaded": 2, "loading": 0, "unloaded": 1}
-            page = (await call(served.app, "GET", "/metrics")).body.decode()
-            for line in (
-                'nanopage:model_loads_total{model_name="b"} 2.0',
-                'nanopage:model_unloads_total{model_name="a"} 1.0',
-                'nanopage:model_loaded{model_name="c"} 1.0',
-                'nanopage:model_load_failures_total{model_name="c"} 0.0',
-                'nanopage:model_memory_bytes{model_name="c"} 5.36870912e+08',
-                'vllm:num_requests_running{engine="0",model_name="c"} 1.0',
-            ):
-                assert line in page, page
-            assert 'model_name="directory"' not in page
-            return [*served.models.residents.processes]
-
-    for process in run(work()):
+async def test_models_are_loaded_when_they_are_wanted_and_unloaded_when_others_need_the_memory(tmp_path):
+    async with several(tmp_path) as served:
+        assert set(served.states().values()) == {"unloaded"}
+        cards = await served.get("/v1/models")
+        assert [card["id"] for card in cards["data"]] == ["a", "b", "c"] and cards["last_id"] == "c"
+        assert cards["data"][0]["max_model_len"] is None
+        pids = [(await served.post(name)).json["pid"] for name in "aba"]
+        assert pids[0] == pids[2] != pids[1]
+        assert (await served.post("c")).json["model"] == "c"  # b was used before a
+        assert served.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        with pytest.raises(ProcessLookupError):
+            os.kill(pids[1], 0)
+        card = await served.get("/v1/models/b")
+        assert (card["state"], card["max_model_len"], card["error"]) == ("unloaded", 77, None)
+        assert (await served.post("b")).json["pid"] not in pids
+        assert await served.get("/health") == {"loaded": 2, "loading": 0, "unloaded": 1}
+        page = (await call(served.app, "GET", "/metrics")).body.decode()
+        for line in (
+            'nanopage:model_loads_total{model_name="b"} 2.0',
+            'nanopage:model_unloads_total{model_name="a"} 1.0',
+            'nanopage:model_loaded{model_name="c"} 1.0',
+            'nanopage:model_load_failures_total{model_name="c"} 0.0',
+            'nanopage:model_memory_bytes{model_name="c"} 5.36870912e+08',
+            'vllm:num_requests_running{engine="0",model_name="c"} 1.0',
+        ):
+            assert line in page, page
+        assert 'model_name="directory"' not in page
+        processes = [*served.models.residents.processes]
+    for process in processes:
         assert process._process.returncode is not None
 
 
-def test_memory_is_measured_while_another_model_is_about_to_start(tmp_path):
-    async def work():
-        async with several(tmp_path, room=1, measures=True) as served:
-            assert (await served.post("c")).status == 200
-            replies = await asyncio.gather(served.post("a"), served.post("b"))
-            assert [reply.status for reply in replies] == [200, 200]
-
-    run(work())
+async def test_memory_is_measured_while_another_model_is_about_to_start(tmp_path):
+    async with several(tmp_path, room=1, measures=True) as served:
+        assert (await served.post("c")).status == 200
+        replies = await asyncio.gather(served.post("a"), served.post("b"))
+        assert [reply.status for reply in replies] == [200, 200]
 
 
-def test_a_page_of_another_site_loads_no_model(tmp_path):
-    async def work():
-        async with several(tmp_path) as served:
-            reply = await served.post("a", headers={"sec-fetch-site": "cross-site", "origin": "https://evil.example"})
-            assert (reply.status, reply.error["code"]) == (403, "foreign_site")
-            assert served.states()["a"] == "unloaded"
-
-    run(work())
+async def test_a_page_of_another_site_loads_no_model(tmp_path):
+    async with several(tmp_path) as served:
+        reply = await served.post("a", headers={"sec-fetch-site": "cross-site", "origin": "https://evil.example"})
+        assert (reply.status, reply.error["code"]) == (403, "foreign_site")
+        assert served.states()["a"] == "unloaded"
 
 
-def test_a_call_and_its_reply_pass_as_they_are(tmp_path):
-    async def work():
-        async with several(tmp_path, keys=["one", "two"], max_queue_tokens=9) as served:
-            headers = {"x-api-key": "two", "traceparent": "00-1", "x-request-id": "mine", "cookie": "x=1"}
-            reply = await served.post("a", headers=headers, zzz=1)
-            assert reply.status == 200
-            assert (reply.headers["x-ignored-fields"], reply.headers["x-request-id"]) == ("zzz", "mine")
-            sent = reply.json["headers"]
-            assert (sent["x-api-key"], sent["traceparent"]) == ("two", "00-1")
-            assert not {"authorization", "cookie"} & sent.keys()
-            assert reply.json["fields"] == {"model": "a", "messages": [], "zzz": 1}
-            headers = {"authorization": "Bearer one"}
-            stream = await served.post("a", headers=headers, stream=True)
-            assert stream.events[0]["headers"]["authorization"] == "Bearer one" and stream.events[1] == {}
-            wrong = await served.post("a", headers=headers, stream=True, wrong=True)
-            assert (wrong.status, wrong.error["param"]) == (400, "wrong")
-            assert (await served.post("a", headers={"authorization": "Bearer x"})).status == 401
-            for path in ("/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages", "/v1/responses"):
-                assert (await served.post("b", path, headers=headers)).json["target"] == path
-            assert (await call(served.app, "GET", "/tokenizer_info?x", headers=headers)).status == 404
-            form = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nb\r\n--x\r\ncontent-disposition: '
-            form += b'form-data; name="file"; filename="f"\r\n\r\nsound\r\n--x--\r\n'
-            headers["content-type"] = "multipart/form-data; boundary=x"
-            heard = await call(served.app, "POST", "/v1/audio/transcriptions", form, headers)
-            assert (heard.json["model"], heard.json["headers"]["content-length"]) == ("b", str(len(form)))
-            assert served.states()["c"] == "unloaded" and served.models.state.num_disconnects == 0
-
-    run(work())
+async def test_a_call_and_its_reply_pass_as_they_are(tmp_path):
+    async with several(tmp_path, keys=["one", "two"], max_queue_tokens=9) as served:
+        headers = {"x-api-key": "two", "traceparent": "00-1", "x-request-id": "mine", "cookie": "x=1"}
+        reply = await served.post("a", headers=headers, zzz=1)
+        assert reply.status == 200
+        assert (reply.headers["x-ignored-fields"], reply.headers["x-request-id"]) == ("zzz", "mine")
+        sent = reply.json["headers"]
+        assert (sent["x-api-key"], sent["traceparent"]) == ("two", "00-1")
+        assert not {"authorization", "cookie"} & sent.keys()
+        assert reply.json["fields"] == {"model": "a", "messages": [], "zzz": 1}
+        headers = {"authorization": "Bearer one"}
+        stream = await served.post("a", headers=headers, stream=True)
+        assert stream.events[0]["headers"]["authorization"] == "Bearer one" and stream.events[1] == {}
+        wrong = await served.post("a", headers=headers, stream=True, wrong=True)
+        assert (wrong.status, wrong.error["param"]) == (400, "wrong")
+        assert (await served.post("a", headers={"authorization": "Bearer x"})).status == 401
+        for path in ("/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages", "/v1/responses"):
+            assert (await served.post("b", path, headers=headers)).json["target"] == path
+        assert (await call(served.app, "GET", "/tokenizer_info?x", headers=headers)).status == 404
+        form = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nb\r\n--x\r\ncontent-disposition: '
+        form += b'form-data; name="file"; filename="f"\r\n\r\nsound\r\n--x--\r\n'
+        headers["content-type"] = "multipart/form-data; boundary=x"
+        heard = await call(served.app, "POST", "/v1/audio/transcriptions", form, headers)
+        assert (heard.json["model"], heard.json["headers"]["content-length"]) == ("b", str(len(form)))
+        assert served.states()["c"] == "unloaded" and served.models.state.num_disconnects == 0
 
 
 @pytest.mark.parametrize(
@@ -195,204 +180,170 @@ def test_a_call_and_its_reply_pass_as_they_are(tmp_path):
     ],
     ids=range(7),
 )
-def test_a_body_without_a_model_of_this_server_is_refused(tmp_path, body, status, message):
-    async def work():
-        async with several(tmp_path) as served:
-            reply = await call(served.app, "POST", CHAT, body)
-            assert reply.status == status and message in reply.error["message"]
-            assert set(served.states().values()) == {"unloaded"}
-            missing = await call(served.app, "GET", "/tokenizer_info")
-            assert (missing.status, missing.error["param"]) == (400, "model")
-            assert (await call(served.app, "GET", "/v1/models/z")).status == 404
-            assert (await call(served.app, "GET", "/view")).status == 404
-
-    run(work())
+async def test_a_body_without_a_model_of_this_server_is_refused(tmp_path, body, status, message):
+    async with several(tmp_path) as served:
+        reply = await call(served.app, "POST", CHAT, body)
+        assert reply.status == status and message in reply.error["message"]
+        assert set(served.states().values()) == {"unloaded"}
+        missing = await call(served.app, "GET", "/tokenizer_info")
+        assert (missing.status, missing.error["param"]) == (400, "model")
+        assert (await call(served.app, "GET", "/v1/models/z")).status == 404
+        assert (await call(served.app, "GET", "/view")).status == 404
 
 
-def test_two_models_wanted_at_once_take_turns(tmp_path, monkeypatch):
+async def test_two_models_wanted_at_once_take_turns(tmp_path, monkeypatch):
     """In memory for one. A model that is busy all the time takes no new requests once another has waited."""
     monkeypatch.setattr(residents, "TURN_SECONDS", 0.2)
-
-    async def work():
-        async with several(tmp_path, room=1) as served:
-            replies = await asyncio.gather(*(served.post(name) for name in "abab"))
-            assert [reply.json["model"] for reply in replies] == [*"abab"]
-            loads = [model.num_loads for model in served.models.models.values()]
-            assert loads == [1, 1, 0]
-            stream = await served.hold("a")
-            other = asyncio.create_task(served.post("b"))
-            await served.until(lambda: served.models.models["a"].closing)
-            later = asyncio.create_task(served.post("a"))
-            await asyncio.sleep(0.1)
-            assert not (stream.done() or other.done() or later.done())
-            served.unmark("a", "hold")
-            pids = [(await each).json["pid"] for each in (other, later)]
-            assert (await stream).events[0]["pid"] not in pids
-            assert served.states() == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
-
-    run(work())
+    async with several(tmp_path, room=1) as served:
+        replies = await asyncio.gather(*(served.post(name) for name in "abab"))
+        assert [reply.json["model"] for reply in replies] == [*"abab"]
+        loads = [model.num_loads for model in served.models.models.values()]
+        assert loads == [1, 1, 0]
+        stream = await served.hold("a")
+        other = asyncio.create_task(served.post("b"))
+        await served.until(lambda: served.models.models["a"].closing)
+        later = asyncio.create_task(served.post("a"))
+        await asyncio.sleep(0.1)
+        assert not (stream.done() or other.done() or later.done())
+        served.unmark("a", "hold")
+        pids = [(await each).json["pid"] for each in (other, later)]
+        assert (await stream).events[0]["pid"] not in pids
+        assert served.states() == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
 
 
-def test_nobody_unloads_a_model_for_a_client_that_has_gone(tmp_path, monkeypatch):
+async def test_nobody_unloads_a_model_for_a_client_that_has_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(residents, "TURN_SECONDS", 0.1)
-
-    async def work():
-        async with several(tmp_path, room=1) as served:
-            stream, closing = await served.hold("a"), served.models.models["a"]
-            await served.post("b", leave_when=lambda _: closing.closing)
-            await served.until(lambda: not closing.closing)
-            assert served.models.state.num_disconnects == 1
-            pid = (await served.post("a")).json["pid"]
-            served.unmark("a", "hold")
-            assert (await stream).events[0]["pid"] == pid
-            served.mark("b", "slow")
-            await served.post("b", leave_when=lambda _: served.models.models["b"].process)
-            assert served.states()["b"] == "loading"  # for the next request; but others may have its memory
-            assert (await served.post("c")).status == 200
-            assert served.states() == {"a": "unloaded", "b": "unloaded", "c": "loaded"}
-
-    run(work())
+    async with several(tmp_path, room=1) as served:
+        stream, closing = await served.hold("a"), served.models.models["a"]
+        await served.post("b", leave_when=lambda _: closing.closing)
+        await served.until(lambda: not closing.closing)
+        assert served.models.state.num_disconnects == 1
+        pid = (await served.post("a")).json["pid"]
+        served.unmark("a", "hold")
+        assert (await stream).events[0]["pid"] == pid
+        served.mark("b", "slow")
+        await served.post("b", leave_when=lambda _: served.models.models["b"].process)
+        assert served.states()["b"] == "loading"  # for the next request; but others may have its memory
+        assert (await served.post("c")).status == 200
+        assert served.states() == {"a": "unloaded", "b": "unloaded", "c": "loaded"}
 
 
-def test_streams_get_comments_while_their_model_loads(tmp_path, monkeypatch):
+async def test_streams_get_comments_while_their_model_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "KEEP_ALIVE_SECONDS", 0.05)
-
-    async def work():
-        async with several(tmp_path) as served:
-            for name in "ab":
-                served.mark(name, "slow")
-            calls = [served.post("a", stream=True), served.post("a", stream=True, wrong=True), served.post("a")]
-            calls += [served.post("b", "/v1/messages", stream=True, wrong=True)]
-            tasks = [asyncio.create_task(each) for each in calls]
-            await asyncio.sleep(0.3)
-            for name in "ab":
-                served.unmark(name, "slow")
-            stream, wrong, whole, message = await asyncio.gather(*tasks)
-            assert stream.body.startswith(b": loading\n\n" * 2) and stream.events[0]["model"] == "a"
-            assert (wrong.status, wrong.events[-1]["error"]["param"]) == (200, "wrong")
-            assert whole.json["model"] == "a"
-            assert message.body.startswith(streaming.PING) and b"event: error\n" in message.body
-
-    run(work())
+    async with several(tmp_path) as served:
+        for name in "ab":
+            served.mark(name, "slow")
+        calls = [served.post("a", stream=True), served.post("a", stream=True, wrong=True), served.post("a")]
+        calls += [served.post("b", "/v1/messages", stream=True, wrong=True)]
+        tasks = [asyncio.create_task(each) for each in calls]
+        await asyncio.sleep(0.3)
+        for name in "ab":
+            served.unmark(name, "slow")
+        stream, wrong, whole, message = await asyncio.gather(*tasks)
+        assert stream.body.startswith(b": loading\n\n" * 2) and stream.events[0]["model"] == "a"
+        assert (wrong.status, wrong.events[-1]["error"]["param"]) == (200, "wrong")
+        assert whole.json["model"] == "a"
+        assert message.body.startswith(streaming.PING) and b"event: error\n" in message.body
 
 
-def test_a_model_that_cannot_be_loaded_hurts_nobody_and_is_tried_again(tmp_path):
-    async def work():
-        async with several(tmp_path) as served:
-            served.mark("a", "broken", "first\nits weights are missing")
-            failed = await asyncio.gather(*(served.post("a", stream=stream) for stream in (False, True)))
-            for reply in (*failed, await served.post("a")):
-                assert (reply.status, reply.error["code"]) == (503, "load_failed")
-                message = "'a' could not be loaded: its process ended (1): its weights are missing"
-                assert message in reply.error["message"]
-            assert served.models.models["a"].num_failures == 1
-            assert (await served.post("b")).status == 200
-            assert "weights are missing" in (await served.get("/v1/models/a"))["error"]
-            served.unmark("a", "broken")
-            await asyncio.sleep(residents.FAILURE_SECONDS)
-            assert (await served.post("a")).status == 200
-            assert (await served.get("/v1/models/a"))["error"] is None
-            (tmp_path / "c" / "config.json").unlink()
-            assert "has no config.json" in (await served.post("c")).error["message"]
-
-    run(work())
+async def test_a_model_that_cannot_be_loaded_hurts_nobody_and_is_tried_again(tmp_path):
+    async with several(tmp_path) as served:
+        served.mark("a", "broken", "first\nits weights are missing")
+        failed = await asyncio.gather(*(served.post("a", stream=stream) for stream in (False, True)))
+        for reply in (*failed, await served.post("a")):
+            assert (reply.status, reply.error["code"]) == (503, "load_failed")
+            message = "'a' could not be loaded: its process ended (1): its weights are missing"
+            assert message in reply.error["message"]
+        assert served.models.models["a"].num_failures == 1
+        assert (await served.post("b")).status == 200
+        assert "weights are missing" in (await served.get("/v1/models/a"))["error"]
+        served.unmark("a", "broken")
+        await asyncio.sleep(residents.FAILURE_SECONDS)
+        assert (await served.post("a")).status == 200
+        assert (await served.get("/v1/models/a"))["error"] is None
+        (tmp_path / "c" / "config.json").unlink()
+        assert "has no config.json" in (await served.post("c")).error["message"]
 
 
 @pytest.mark.parametrize("how", ["killed", "its engine is dead", "not healthy"])
-def test_the_death_of_a_process_ends_its_streams_and_the_next_request_loads_the_model(tmp_path, monkeypatch, how):
+async def test_the_death_of_a_process_ends_its_streams_and_the_next_request_loads_the_model(tmp_path, monkeypatch, how):
     monkeypatch.setattr(model_process, "HEALTH_SECONDS", 0.5)
-
-    async def work():
-        async with several(tmp_path) as served:
-            stream, model = await served.hold("a"), served.models.models["a"]
-            pid = model.process._process.pid
-            if how == "killed":
-                os.kill(pid, signal.SIGKILL)
-            elif how == "not healthy":
-                served.mark("a", "sick")
-            else:
-                reply = await served.post("a", dead=True)
-                assert (reply.status, reply.error["code"]) == (503, "engine_dead")
-            assert (await stream).events[-1]["error"]["code"] == "model_died"
-            for file in served.root.glob("a/[hs]*"):
-                file.unlink()
-            await served.until(lambda: model.state == "unloaded")
-            reply = await served.post("a")
-            assert reply.json["pid"] != pid and model.num_loads == 2
-
-    run(work())
+    async with several(tmp_path) as served:
+        stream, model = await served.hold("a"), served.models.models["a"]
+        pid = model.process._process.pid
+        if how == "killed":
+            os.kill(pid, signal.SIGKILL)
+        elif how == "not healthy":
+            served.mark("a", "sick")
+        else:
+            reply = await served.post("a", dead=True)
+            assert (reply.status, reply.error["code"]) == (503, "engine_dead")
+        assert (await stream).events[-1]["error"]["code"] == "model_died"
+        for file in served.root.glob("a/[hs]*"):
+            file.unlink()
+        await served.until(lambda: model.state == "unloaded")
+        reply = await served.post("a")
+        assert reply.json["pid"] != pid and model.num_loads == 2
 
 
-def test_a_model_that_is_too_large_alone_is_refused(tmp_path):
-    async def work():
-        async with several(tmp_path, room=1) as served:
-            with open(tmp_path / "a" / "model.safetensors", "wb") as file:
-                file.truncate(2 * NEEDED)
-            reply = await served.post("a")
-            assert (reply.status, reply.error["code"]) == (503, "model_too_large")
-            assert "1.50 GiB" in reply.error["message"] and "0.75 GiB (--models-memory)" in reply.error["message"]
-            served.models.residents.measures = True  # a stand-in takes far less than it was taken to
-            served.models.residents.budget = NEEDED + 1
-            assert [(await served.post(name)).status for name in "bc"] == [200, 200]
-            assert served.models.residents.num_used < NEEDED
-            served.models.residents.budget = 1000
-            await served.models.residents._shrink()
-            await served.until(lambda: not served.models.residents.processes)
-
-    run(work())
+async def test_a_model_that_is_too_large_alone_is_refused(tmp_path):
+    async with several(tmp_path, room=1) as served:
+        with open(tmp_path / "a" / "model.safetensors", "wb") as file:
+            file.truncate(2 * NEEDED)
+        reply = await served.post("a")
+        assert (reply.status, reply.error["code"]) == (503, "model_too_large")
+        assert "1.50 GiB" in reply.error["message"] and "0.75 GiB (--models-memory)" in reply.error["message"]
+        served.models.residents.measures = True  # a stand-in takes far less than it was taken to
+        served.models.residents.budget = NEEDED + 1
+        assert [(await served.post(name)).status for name in "bc"] == [200, 200]
+        assert served.models.residents.num_used < NEEDED
+        served.models.residents.budget = 1000
+        await served.models.residents._shrink()
+        await served.until(lambda: not served.models.residents.processes)
 
 
 @pytest.mark.parametrize("keep_alive", [0, 0.2])
-def test_an_idle_model_is_unloaded(tmp_path, keep_alive):
-    async def work():
-        async with several(tmp_path, keep_alive=keep_alive) as served:
-            assert (await served.post("a")).status == 200
-            await served.until(lambda: served.states()["a"] == "unloaded")
-            await served.until(lambda: not served.models.residents.processes)
-            stream = await served.hold("a")
-            await asyncio.sleep(keep_alive + 0.1)
-            assert served.states()["a"] == "loaded"
-            served.unmark("a", "hold")
-            assert (await stream).status == 200
-
-    run(work())
+async def test_an_idle_model_is_unloaded(tmp_path, keep_alive):
+    async with several(tmp_path, keep_alive=keep_alive) as served:
+        assert (await served.post("a")).status == 200
+        await served.until(lambda: served.states()["a"] == "unloaded")
+        await served.until(lambda: not served.models.residents.processes)
+        stream = await served.hold("a")
+        await asyncio.sleep(keep_alive + 0.1)
+        assert served.states()["a"] == "loaded"
+        served.unmark("a", "hold")
+        assert (await stream).status == 200
 
 
-def test_the_queue_of_a_model_that_loads_is_limited(tmp_path):
-    async def work():
-        async with several(tmp_path, max_queue=2) as served:
-            served.mark("a", "slow")
-            first = [asyncio.create_task(served.post("a")) for _ in range(2)]
-            await served.until(lambda: served.models.models["a"].num_waiting == 2)
-            refused = await served.post("a")
-            assert (refused.status, refused.error["code"]) == (429, "queue_full")
-            served.unmark("a", "slow")
-            assert [(await each).status for each in first] == [200, 200]
-
-    run(work())
+async def test_the_queue_of_a_model_that_loads_is_limited(tmp_path):
+    async with several(tmp_path, max_queue=2) as served:
+        served.mark("a", "slow")
+        first = [asyncio.create_task(served.post("a")) for _ in range(2)]
+        await served.until(lambda: served.models.models["a"].num_waiting == 2)
+        refused = await served.post("a")
+        assert (refused.status, refused.error["code"]) == (429, "queue_full")
+        served.unmark("a", "slow")
+        assert [(await each).status for each in first] == [200, 200]
 
 
-def test_shutting_down_ends_what_waits_and_lets_what_runs_end(tmp_path):
-    async def work():
-        async with several(tmp_path) as served:
-            stream = await served.hold("a")
-            served.mark("b", "slow")
-            waits = asyncio.create_task(served.post("b"))
-            await served.until(lambda: served.models.models["b"].process)
-            served.models.state.draining = True
-            served.models.begin_draining()
-            assert (await waits).error["code"] == "shutting_down"
-            assert (await served.post("a")).error["code"] == "shutting_down"
-            assert (await call(served.app, "GET", "/health")).status == 503
-            served.unmark("a", "hold")
-            assert (await stream).events[-1] == {}
-            served.mark("a", "hold")
-            served.models.state.draining = served.models.residents.draining = False
-            stream = await served.hold("a")
-            await served.models.stop()
-            assert (await stream).events[-1]["error"]["code"] == "shutting_down"
-
-    run(work())
+async def test_shutting_down_ends_what_waits_and_lets_what_runs_end(tmp_path):
+    async with several(tmp_path) as served:
+        stream = await served.hold("a")
+        served.mark("b", "slow")
+        waits = asyncio.create_task(served.post("b"))
+        await served.until(lambda: served.models.models["b"].process)
+        served.models.state.draining = True
+        served.models.begin_draining()
+        assert (await waits).error["code"] == "shutting_down"
+        assert (await served.post("a")).error["code"] == "shutting_down"
+        assert (await call(served.app, "GET", "/health")).status == 503
+        served.unmark("a", "hold")
+        assert (await stream).events[-1] == {}
+        served.mark("a", "hold")
+        served.models.state.draining = served.models.residents.draining = False
+        stream = await served.hold("a")
+        await served.models.stop()
+        assert (await stream).events[-1]["error"]["code"] == "shutting_down"
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,7 @@ def test_responses_call_functions(client):
         ({"tools": [ADD, ADD]}, "tools[1].function.name"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
         ({"tool_choice": "any"}, "tool_choice"),
-        (
-            {"tools": [ADD, BAD_TYPE], "tool_choice": "required"},
-            "tools[1].function.parameters",
-        ),
+        ({"tools": [ADD, BAD_TYPE], "tool_choice": "required"}, "tools[1].function.parameters"),
         ({"tools": [BAD_REF], "tool_choice": "required"}, "tools[0].function.parameters"),
         ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs"),
         ({"tool_choice": NAMED, "extra_body": {"structured_outputs": {"json": {}}}}, "structured_outputs"),
