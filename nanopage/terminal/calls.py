@@ -32,16 +32,11 @@ class ServerError(ConnectionError):
 
 @dataclass(frozen=True)
 class Server:
-    """A server of OpenAI's API.
+    """A server of OpenAI's API."""
 
-    url: where the API is, such as http://localhost:8000/v1, without a slash at the end.
-    key: an API key.
-    socket: the Unix socket on which it listens; None: it listens at `url`.
-    """
-
-    url: str
+    url: str  # where the API is, such as http://localhost:8000/v1, without a slash at the end
     key: str | None = None
-    socket: Path | None = None
+    socket: Path | None = None  # the Unix socket on which it listens; None: it listens at `url`
 
     @classmethod
     def at(cls, url: str, key: str | None) -> "Server":
@@ -116,12 +111,10 @@ class Call:
 
     def succeeds(self) -> bool:
         """Whether the reply begins, and is no error."""
-        try:
-            with self._errors():
-                self._begin()
-        except ServerError:
-            return False
-        return True
+        with contextlib.suppress(ServerError), self._errors():
+            self._begin()
+            return True
+        return False
 
     def events(self) -> Iterator[bytes]:
         """The data of server-sent events, up to `[DONE]`. Raises: ServerError, also for an end without it."""

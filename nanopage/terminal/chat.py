@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from nanopage.terminal.program import run_command
+from nanopage.terminal.program import command
 from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.text import say, say_error
 from nanopage.vllm.engine_args import takes_engine_options
@@ -34,6 +34,7 @@ LARGER = {"Qwen/Qwen2.5-0.5B-Instruct": 1.0, "Qwen/Qwen2.5-1.5B-Instruct": 3.1, 
     *("dtype", "device", "max_model_len", "kv_cache_gib", "kv_cache_dtype", "quantization", "enforce_eager"),
     "async_scheduling",
 )
+@command
 def chat(
     ctx: typer.Context,
     words: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Answer this and leave.")] = None,
@@ -64,54 +65,41 @@ def chat(
     verbose: Annotated[bool, typer.Option("--verbose", help="What the engine does, and tracebacks.")] = False,
     *,
     switches: dict[str, Any],
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Talk to a model in the terminal. With a prompt (arguments, -p or a pipe) answer once and leave.
 
     Exit codes: 0 answered, 1 could not, 2 wrong usage, 130 stopped by Ctrl-C, 128 + N ended by signal N.
     """
-
-    def work() -> int:
-        talks = prompt is None and not words and sys.stdin is not None and sys.stdin.isatty()
-        why_not = "there is a prompt to answer" if prompt is not None or words else "stdin is not a terminal"
-        if as_json and talks:
-            refuse("--json is for one answer: give -p, arguments or a pipe")
-        if go_on and not talks:
-            refuse(f"--continue is for a conversation, and {why_not}")
-        if image and talks:
-            refuse("--image is for one answer: in a conversation, /image FILE sends one with the next message")
-        if image and raw:
-            refuse("--image needs a chat template, and --raw goes without")
-        if tools is not None and not tools.is_file():
-            refuse(f"--tools: no file {tools}")
-        if tools is not None and not talks:
-            refuse(f"--tools is for a conversation, where you confirm each call, and {why_not}")
-        if tools is not None and raw:
-            refuse("--tools needs a chat template, and --raw goes without")
-        question = None if talks else read_prompt(prompt, words)
-        instructions = decoded(system or "", "--system") or None
-        if raw and instructions:
-            refuse("--system needs a chat template, and --raw goes without")
-        given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
-        asked = {name: value for name, value in given.items() if value is not None}
-        load = make_load(switches, asked, raw, tools is not None, url, api_key, not alone)
-        if question is None:
-            changes = asked if go_on else None
-            return converse(load, model, instructions, changes, raw, plain, verbose, ctx.command_path, tools)
-        messages: list[dict] = [{"role": "system", "content": instructions}] if instructions else []
-        messages.append({"role": "user", "content": with_images(question, image or [])})
-        return answer(load, model, question if raw else messages, bool(image), plain, as_json)
-
-    run_command(work, verbose)
+    talks = prompt is None and not words and sys.stdin is not None and sys.stdin.isatty()
+    why_not = "there is a prompt to answer" if prompt is not None or words else "stdin is not a terminal"
+    for wrong, message in (
+        (as_json and talks, "--json is for one answer: give -p, arguments or a pipe"),
+        (go_on and not talks, f"--continue is for a conversation, and {why_not}"),
+        (image and talks, "--image is for one answer: in a conversation, /image FILE sends one with the next message"),
+        (image and raw, "--image needs a chat template, and --raw goes without"),
+        (tools and not tools.is_file(), f"--tools: no file {tools}"),
+        (tools and not talks, f"--tools is for a conversation, where you confirm each call, and {why_not}"),
+        (tools and raw, "--tools needs a chat template, and --raw goes without"),
+    ):
+        if wrong:
+            refuse(message)
+    question = None if talks else read_prompt(prompt, words)
+    instructions = decoded(system or "", "--system") or None
+    if raw and instructions:
+        refuse("--system needs a chat template, and --raw goes without")
+    given = {"temperature": temperature, "top_p": top_p, "max_tokens": max_tokens, "seed": seed}
+    asked = {name: value for name, value in given.items() if value is not None}
+    load = make_load(switches, asked, raw, tools is not None, url, api_key, not alone)
+    if question is None:
+        changes = asked if go_on else None
+        return converse(load, model, instructions, changes, raw, plain, verbose, ctx.command_path, tools)
+    messages: list[dict] = [{"role": "system", "content": instructions}] if instructions else []
+    messages.append({"role": "user", "content": with_images(question, image or [])})
+    return answer(load, model, question if raw else messages, bool(image), plain, as_json)
 
 
 def make_load(
-    switches: dict[str, Any],
-    asked: dict[str, Any],
-    raw: bool,
-    tools: bool,
-    url: str | None,
-    key: str | None,
-    attach: bool,
+    switches: dict[str, Any], asked: dict, raw: bool, tools: bool, url: str | None, key: str | None, attach: bool
 ) -> "Load":
     """The loader that the options ask for. Raises: ValueError, TypeError for options that are wrong whatever the model
     is."""
@@ -150,16 +138,14 @@ def converse(
         changes: go on with the last conversation, with these changes of its settings; None begins a new one.
         program: the command with which the user can start the program again.
     """
-    from nanopage.terminal.session import Kept, may_keep, state_directory
+    from nanopage.terminal.session import Kept, Session, may_keep, state_directory
 
-    kept = Kept(state_directory() / "conversations") if may_keep() else None
-    last = None
+    kept, last, toolbox = Kept(state_directory() / "conversations") if may_keep() else None, None, None
     if changes is not None:
         if kept is None:
             refuse("--continue: NANOPAGE_HISTORY=0 keeps no conversations")
         elif not (last := next(iter(kept.earlier()), None)):
             refuse("--continue: no conversation is kept")
-    toolbox = None
     if tools is not None:
         from nanopage.terminal.tools import Toolbox
 
@@ -169,7 +155,6 @@ def converse(
 
         from nanopage.terminal.commands import WITH_ALIASES
         from nanopage.terminal.conversation import Conversation
-        from nanopage.terminal.session import Session
 
         session, capacity = Session(params, system, model=name), loaded.capacity
         conversation = Conversation(loaded, session, WITH_ALIASES, raw, plain, verbose, kept, model, load, toolbox)
@@ -240,12 +225,8 @@ def with_images(question: str, files: list[Path]) -> str | list[dict]:
 
 
 def answer(load: "Load", model: str | None, asked: str | list[dict], sight: bool, plain: bool, as_json: bool) -> int:
-    """One answer on stdout, as text (its figures on stderr) or as JSON. Returns the exit code.
-
-    Args:
-        asked: a text to go on with, or messages.
-        sight: whether they have images.
-    """
+    """One answer on stdout, as text (its figures on stderr) or as JSON. Returns the exit code. Args: asked: a text to
+    go on with, or messages. sight: whether they have images."""
     with unechoed():
         loaded, name, params = load(model, sight)
 

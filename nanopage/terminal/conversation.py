@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from nanopage.terminal.images import Images, check_sight, images_of
 from nanopage.terminal.prompt import Prompt, unquoted
 from nanopage.terminal.reply import Model, Reply, Request, generate, show_again, shows_markdown
-from nanopage.terminal.session import SETTINGS, Kept, Session, nearest, state_directory
+from nanopage.terminal.session import SETTINGS, Kept, Session, state_directory
 from nanopage.terminal.signals import interruptible, unechoed
 from nanopage.terminal.text import describe_error, say
+from nanopage.vllm.engine_args import nearest
 
 if TYPE_CHECKING:
     from nanopage.terminal.loading import Load
@@ -33,41 +34,24 @@ class _Left(Exception):
     """The user has left by Ctrl-C, twice in a row."""
 
 
+@dataclasses.dataclass(eq=False)
 class Conversation:
-    """A conversation at a terminal.
+    """A conversation at a terminal."""
 
-    Args:
-        model: what answers.
-        session: the turns and settings to begin with.
-        commands: the commands (lines that begin with a slash), by name.
-        raw: use no chat template. Each message is added as it is to one text, which the model goes on with.
-        plain: show replies as text, not as rendered Markdown.
-        verbose: say more, and show the tracebacks of errors.
-        kept: writes the conversation to disk while it goes on. None: write neither the conversation nor a history.
-        argument: the argument with which `load` made `model`.
-        load: gets another model, for /model.
-        toolbox: functions that the model may call.
-    """
+    loaded: Model | None  # what answers; None while there is none
+    session: Session  # the turns and settings to begin with
+    commands: Mapping[str, Command]  # the lines that begin with a slash, by name
+    raw: bool  # no chat template: each message is added as it is to one text, which the model goes on with
+    plain: bool  # show replies as text, not as rendered Markdown
+    verbose: bool = False  # say more, and show the tracebacks of errors
+    kept: Kept | None = None  # writes the conversation to disk while it goes on; None: nor is there a history
+    argument: str | None = None  # with which `load` made the model
+    load: "Load | None" = None  # gets another model, for /model
+    toolbox: "Toolbox | None" = None  # functions that the model may call
 
-    def __init__(
-        self,
-        model: Model,
-        session: Session,
-        commands: Mapping[str, Command],
-        raw: bool,
-        plain: bool,
-        verbose: bool = False,
-        kept: Kept | None = None,
-        argument: str | None = None,
-        load: "Load | None" = None,
-        toolbox: "Toolbox | None" = None,
-    ):
-        self._model: Model | None = model
-        self.commands, self.toolbox = commands, toolbox
-        self.session, self.raw, self.plain, self.verbose, self.kept = session, raw, plain, verbose, kept
-        self._argument, self._load = argument, load
-        self._loaded: dict[str | None, str | None] = {session.model: argument}  # shown name -> argument of `load`
-        self.defaults = session.params
+    def __post_init__(self) -> None:
+        self.arguments: dict[str | None, str | None] = {self.session.model: self.argument}  # of `load`, by shown names
+        self.defaults = self.session.params
         self.given: set[str] = set()  # settings that the user has set, even if to the default
         self.replies: list[Reply] = []
         self.known: list[int] = []  # tokens with which the next prompt should begin
@@ -78,14 +62,14 @@ class Conversation:
         self.images, self.attached = Images(), list[dict]()  # attached: what goes with the next message
         self.done = False
         self._typed = bytearray()  # during replies, for the next prompt
-        if shows_markdown(plain):
+        if shows_markdown(self.plain):
             import nanopage.terminal.markdown  # noqa: F401 (imported now, so that the first token does not wait)
 
     @property
     def model(self) -> Model:
-        if self._model is None:
+        if self.loaded is None:
             raise RuntimeError("no model is loaded: /model PATH loads one")
-        return self._model
+        return self.loaded
 
     def run(self) -> int:
         """Read and answer until the user leaves. Returns the exit code."""
@@ -146,10 +130,8 @@ class Conversation:
             self.kept = None
 
     def take(self, text: str) -> None:
-        """Answer a message, or run a command.
-
-        Raises: ValueError, TypeError, OSError and whatever the engine raises; the session has not changed then.
-        """
+        """Answer a message, or run a command. Raises: ValueError, TypeError, OSError and whatever the engine raises;
+        the session has not changed then."""
         message, quoted = unquoted(text)
         if not message.strip():
             return
@@ -221,7 +203,8 @@ class Conversation:
             say(f"{ending} (/continue goes on)")
         limit = self.model.max_model_len
         say(reply.footer(limit))
-        same = _common_prefix(self.known, reply.token_ids)
+        pairs = zip(self.known, [*reply.token_ids, None], strict=False)
+        same = next((i for i, (known, token) in enumerate(pairs) if known != token), len(self.known))
         if self.verbose and same < len(self.known) - 1:  # the last token's K and V have never been computed
             say(
                 f"from token {same} on, the conversation so far is not tokenized as it was generated: "
@@ -335,35 +318,28 @@ class Conversation:
 
     def switch_model(self, model: str | None) -> None:
         """Go on with another model. `model` is an argument of `load`, or the name under which a model was shown before.
-
-        Raises: ValueError, OSError, MemoryError; the present model then stays, or is loaded again.
-        """
-        if self._load is None:
+        Raises: ValueError, OSError, MemoryError; the present model then stays, or is loaded again."""
+        if self.load is None:
             raise ValueError("the model cannot be changed here")
-        model = self._loaded.get(model, model)
-        self._load.check(model, bool(self.attached or images_of(self.session.messages)))
+        model = self.arguments.get(model, model)
+        self.load.check(model, bool(self.attached or images_of(self.session.messages)))
         settings = self.session.settings()
         changed = {name: value for name, value in settings.items() if value != getattr(self.defaults, name)}
         try:
             self._load_model(model, changed)
         except BaseException:
-            self._load_model(self._argument, changed)
+            self._load_model(self.argument, changed)
             raise
-        self._argument = self._loaded[self.session.model] = model
+        self.argument = self.arguments[self.session.model] = model
 
     def _load_model(self, model: str | None, changed: dict) -> None:
         """Load another model. It uses its own settings, except for `changed`, which the user has set."""
-        if self._load is None:
-            raise RuntimeError("there is no way to load a model here")
-        self._model = None  # free the old model first: two models may not fit into memory
+        assert self.load is not None
+        self.loaded = None  # free the old model first: two models may not fit into memory
         gc.collect()
         with unechoed():
-            self._model, name, defaults = self._load(model)
+            self.loaded, name, defaults = self.load(model)
         params = dataclasses.replace(defaults, **changed)
         self.model.check(params)
         self.session.model, self.session.params, self.defaults = name, params, defaults
         self.known, self.last_ids = [], []
-
-
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

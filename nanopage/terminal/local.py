@@ -97,10 +97,7 @@ def count_tokens(llm: LLM, prompt: dict[str, Any]) -> int:
 
 
 class LocalStream:
-    """One reply of an LLM, as a Stream.
-
-    Args: prompt: of the engine, with the reply's beginning.
-    """
+    """One reply of an LLM, as a Stream. Args: prompt: of the engine, with the reply's beginning."""
 
     def __init__(self, llm: LLM, request: Request, prompt: dict[str, Any], interrupt: Interrupt):
         self._llm, self._interrupt, self._num_tokens = llm, interrupt, count_tokens(llm, prompt)
@@ -144,20 +141,11 @@ class LocalStream:
         calls = []
         if reader is not None and reader.format is not None and completion.finish_reason == "stop":
             calls = [(reader.format.make_id(), call) for call in reader.whole.calls]
-        return Reply(
-            completion.text,
-            completion.finish_reason or "",
-            len(prompt),
-            output.num_cached_tokens,
-            len(completion.token_ids),
-            metrics.time_to_first_token,
-            prefill_rate,
-            decode_rate,
-            output.error,
-            token_ids=prompt + completion.token_ids,
-            content=reader.whole.content if reader is not None else "",
-            calls=calls,
-        )
+        counts = len(prompt), output.num_cached_tokens, len(completion.token_ids)
+        measured = metrics.time_to_first_token, prefill_rate, decode_rate
+        ids, content = prompt + completion.token_ids, reader.whole.content if reader is not None else ""
+        reason = completion.finish_reason or ""
+        return Reply(completion.text, reason, *counts, *measured, output.error, ids, content, calls)
 
     def _shown(self, completion: CompletionOutput) -> str:
         """The new text of a reply, without calls of tools."""
@@ -213,8 +201,7 @@ def load_model(
     """
     if sight:
         check_sight(sees_images(loader.read_config(path)), name)
-    on_cpu = resolve_device(options["device"]).type == "cpu"
-    chunk = {"max_num_batched_tokens": CHUNK} if on_cpu else {}
+    chunk = {"max_num_batched_tokens": CHUNK} if resolve_device(options["device"]).type == "cpu" else {}
     llm = LLM(str(path), on_progress=on_progress, **options, **chunk)
     if not raw and llm.get_tokenizer().chat_template is None:
         raise ValueError(f"{name} {NO_TEMPLATE}")

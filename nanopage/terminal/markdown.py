@@ -54,10 +54,8 @@ CONTINUE = ("bullet_list_open", "ordered_list_open", "code_block")  # these can 
 
 
 class BlockSplitter:
-    """Cuts a growing Markdown text into top-level blocks, the same ones however the text arrives.
-
-    `rest` is the unfinished block. Only whole lines are read, because the beginning of a line can become anything.
-    """
+    """Cuts a growing Markdown text into top-level blocks, the same ones however the text arrives. `rest` is the
+    unfinished block. Only whole lines are read, because the beginning of a line can become anything."""
 
     def __init__(self):
         self.rest = ""
@@ -180,7 +178,8 @@ class ReplyPrinter:
             text, self._head = (start.removeprefix(THINK).lstrip("\n") if self.thinking else self._head), ""
         if self.thinking:
             thought, ends, text = (self._head + text).partition(END_THINK)
-            paragraphs, self._head = _whole_paragraphs(thought) if not ends else ([thought], "")
+            # The paragraphs that have ended, and the rest.
+            *paragraphs, self._head = [thought, ""] if ends else re.split(r"\n\n+(?=[^\n])", thought)
             finished += [Text(p.strip("\n"), style="dim") for p in paragraphs if p.strip()]
             if not ends:
                 return finished
@@ -210,7 +209,8 @@ class ReplyPrinter:
     def _draw(self, live: bool) -> None:
         """Write a frame at once: erase the unfinished block, print what has finished, and draw the rest."""
         columns, rows = self._size()
-        above = self._rows_above(columns)
+        # The rows that the unfinished block takes on the screen now
+        above = sum(max(1, -(-cell_len(row) // columns)) if self.reflows else 1 for row in self._drawn)
         out = [BEGIN_FRAME, UP.format(above) if above else "", ERASE_BELOW]
         for piece in _joined(self._finished):
             begun = isinstance(piece, _Code) and piece.start > 0
@@ -225,12 +225,6 @@ class ReplyPrinter:
             out += [WRAP_OFF, *lines, WRAP_ON] if lines else []
         self.file.write("".join([*out, END_FRAME]))
         self.file.flush()
-
-    def _rows_above(self, columns: int) -> int:
-        """How many rows the unfinished block takes on the screen now."""
-        if not self.reflows:
-            return len(self._drawn)
-        return sum(max(1, -(-cell_len(row) // columns)) for row in self._drawn)
 
     def _unfinished(self, columns: int, rows: int) -> list[str]:
         """The rows of the unfinished block."""
@@ -253,9 +247,7 @@ class ReplyPrinter:
         while not lines[0].strip():
             del lines[0]
         (line,) = _highlighted(_Code(lines, len(lines) - 1, _language(fence)))
-        rows = [
-            self._ansi(list(row.render(self.console))) + "\n" for row in line.wrap(self.console, columns, tab_size=8)
-        ]
+        rows = [self._ansi([*row.render(self.console)]) + "\n" for row in line.wrap(self.console, columns, tab_size=8)]
         return self._rest(rows) if self._code_printed or self._above else self._spaced(rows)
 
     def _rest(self, lines: list[str]) -> list[str]:
@@ -348,12 +340,6 @@ def _highlighted(code: _Code) -> list[Text]:
     text = syntax.highlight("\n".join(code.lines[context:]))
     lines = text.split("\n", allow_blank=True)[: len(code.lines) - context]
     return list(lines[code.start - context :])
-
-
-def _whole_paragraphs(text: str) -> tuple[list[str], str]:
-    """The paragraphs that have ended, and the rest."""
-    *whole, rest = re.split(r"\n\n+(?=[^\n])", text)
-    return whole, rest
 
 
 def _right_stripped(line: list[Segment]) -> list[Segment]:

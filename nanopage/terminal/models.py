@@ -12,7 +12,7 @@ import typer
 
 from nanopage import escaped
 from nanopage.terminal.chat import refuse
-from nanopage.terminal.program import run_command
+from nanopage.terminal.program import command
 from nanopage.terminal.text import say
 
 if TYPE_CHECKING:
@@ -24,91 +24,76 @@ YES = typer.Option("--yes", help="Do not ask.")
 cache = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What nanopage can make again.")
 
 
-def models(as_json: Annotated[bool, JSON] = False) -> None:
+@command
+def models(as_json: Annotated[bool, JSON] = False) -> int:
     """List the models on this disk, by the names that --model takes, and what else is in the caches."""
+    from nanopage.weights.inventory import describe, kept_files, stored_models
 
-    def work() -> int:
-        from nanopage.weights.inventory import describe, kept_files, stored_models
-
-        found, kept = [(model, describe(model.directory)) for model in stored_models()], kept_files()
-        if as_json:
-            listed = [_fields(model) | asdict(description) for model, description in found]
-            _print_json({"models": listed, "can_be_made_again": [*map(_fields, kept)]})
-            return 0
-        rows = [("NAME", "SIZE", "CONTEXT", "WEIGHTS", "TEMPLATE", "LAST USE")]
-        for model, about in found:
-            weights, context = about.quantization or about.dtype, _text(about.context)
-            template = "yes" if about.chat_template else "-"
-            rows.append((model.name, size(model.num_bytes), context, _text(weights), template, day(model)))
-        _print_rows(rows)
-        for kind in dict.fromkeys(entry.kind for entry in kept):
-            total = sum(entry.num_bytes for entry in kept if entry.kind == kind)
-            say(f"besides, {size(total)} of {kind}, which nanopage cache clean removes")
+    found, kept = [(model, describe(model.directory)) for model in stored_models()], kept_files()
+    if as_json:
+        listed = [_fields(model) | asdict(description) for model, description in found]
+        _print_json({"models": listed, "can_be_made_again": [*map(_fields, kept)]})
         return 0
+    rows = [("NAME", "SIZE", "CONTEXT", "WEIGHTS", "TEMPLATE", "LAST USE")]
+    for model, about in found:
+        weights, context = about.quantization or about.dtype, _text(about.context)
+        template = "yes" if about.chat_template else "-"
+        rows.append((model.name, size(model.num_bytes), context, _text(weights), template, day(model)))
+    _print_rows(rows)
+    for kind in dict.fromkeys(entry.kind for entry in kept):
+        total = sum(entry.num_bytes for entry in kept if entry.kind == kind)
+        say(f"besides, {size(total)} of {kind}, which nanopage cache clean removes")
+    return 0
 
-    run_command(work, verbose=False)
 
-
+@command
 def show(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A name that `nanopage models` shows, or a directory.")],
     as_json: Annotated[bool, JSON] = False,
-) -> None:
+) -> int:
     """Say what is known of a model on this disk, and whether nanopage has its family."""
+    from nanopage.weights.inventory import StoredModel, describe, measure
 
-    def work() -> int:
-        from nanopage.weights.inventory import StoredModel, describe, measure
-
-        path = Path(model).expanduser()
-        stored = StoredModel(path, *measure(path), model, model, path) if path.is_dir() else _find(model)
-        fields = _fields(stored) | asdict(describe(stored.directory))
-        if as_json:
-            _print_json(fields)
-            return 0
-        shown = fields | {"num_bytes": size(stored.num_bytes), "last_used": day(stored)}
-        _print_rows([(name.replace("_", " ").replace("num bytes", "size"), _text(shown[name])) for name in shown])
+    path = Path(model).expanduser()
+    stored = StoredModel(path, *measure(path), model, model, path) if path.is_dir() else _find(model)
+    fields = _fields(stored) | asdict(describe(stored.directory))
+    if as_json:
+        _print_json(fields)
         return 0
+    shown = fields | {"num_bytes": size(stored.num_bytes), "last_used": day(stored)}
+    _print_rows([(name.replace("_", " ").replace("num bytes", "size"), _text(shown[name])) for name in shown])
+    return 0
 
-    run_command(work, verbose=False)
 
-
+@command
 def pull(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="As for --model [default: its default].")] = None,
-) -> None:
+) -> int:
     """Download a model, or its newest version, without running it."""
+    from nanopage.weights import hub
 
-    def work() -> int:
-        from nanopage.weights import hub
-
-        if model is not None and Path(model).expanduser().exists():
-            refuse(f"{model} is on this disk already")
-        print(escaped(str(hub.resolve(model))))
-        return 0
-
-    run_command(work, verbose=False)
+    if model is not None and Path(model).expanduser().exists():
+        refuse(f"{model} is on this disk already")
+    print(escaped(str(hub.resolve(model))))
+    return 0
 
 
-def rm(names: Annotated[list[str], MODEL], yes: Annotated[bool, YES] = False) -> None:
+@command
+def rm(names: Annotated[list[str], MODEL], yes: Annotated[bool, YES] = False) -> int:
     """Remove models from this disk. One that a process uses stays."""
-
-    def work() -> int:
-        found = list({each.path: each for each in map(_find, names)}.values())
-        return _remove(found, [each.name for each in found], yes)
-
-    run_command(work, verbose=False)
+    found = list({each.path: each for each in map(_find, names)}.values())
+    return _remove(found, [each.name for each in found], yes)
 
 
 @cache.command()
-def clean(yes: Annotated[bool, YES] = False) -> None:
+@command
+def clean(yes: Annotated[bool, YES] = False) -> int:
     """Remove compiled code, repacked weights and what was left unfinished. What a process uses stays."""
+    from nanopage.weights.inventory import kept_files
 
-    def work() -> int:
-        from nanopage.weights.inventory import kept_files
-
-        found = kept_files()
-        _remove(found, [each.kind for each in found], yes)
-        return 0
-
-    run_command(work, verbose=False)
+    found = kept_files()
+    _remove(found, [each.kind for each in found], yes)
+    return 0
 
 
 def _remove(entries: Sequence["Entry"], kinds: list[str], yes: bool) -> int:
@@ -125,8 +110,7 @@ def _remove(entries: Sequence["Entry"], kinds: list[str], yes: bool) -> int:
     if not free:
         say("nothing to remove")
         return int(bool(entries))
-    total = size(sum(entry.num_bytes for entry in free))
-    if not yes and not _agreed(f"Remove {len(free):,} of them, {total}?"):
+    if not yes and not _agreed(f"Remove {len(free):,} of them, {size(sum(entry.num_bytes for entry in free))}?"):
         say("nothing was removed")
         return 1
     removed = [entry for entry in free if remove(entry.path)]
@@ -155,9 +139,8 @@ def _find(name: str) -> "StoredModel":
 def _fields(entry: "Entry") -> dict[str, Any]:
     """An entry of a cache for JSON."""
     used = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(entry.last_used))
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(entry).items()} | {
-        "last_used": used
-    }
+    fields = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(entry).items()}
+    return fields | {"last_used": used}
 
 
 def size(num_bytes: int) -> str:

@@ -1,18 +1,17 @@
 """How a program begins and ends: every failure is a message and an exit code, not a traceback."""
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanopage.terminal.signals import leave_on_interrupt, orderly_exit, raise_on_interrupt
 from nanopage.terminal.text import describe_error, discard, open_missing_streams, say_error, say_log
 
 
 def run(app: Callable[[], int], answers: bool = True) -> int:
-    """Run a command line. Returns the exit code, unless the command line raises SystemExit with one.
-
-    Args: answers: whether the program is useless without a stdout.
-    """
+    """Run a command line. Returns the exit code, unless the command line raises SystemExit with one. Args: answers:
+    whether the program is useless without a stdout."""
 
     def program() -> int:
         if not open_missing_streams() and answers:
@@ -24,6 +23,17 @@ def run(app: Callable[[], int], answers: bool = True) -> int:
         return exit_code(program, verbose=False)
     finally:
         leave_on_interrupt()  # while Python ends
+
+
+def command(work: Callable[..., int]) -> Callable[..., NoReturn]:
+    """Make a command of typer of a function that does its work and returns an exit code. The engine's log is shown,
+    all of it if the function has a parameter `verbose` that is set."""
+
+    @functools.wraps(work)
+    def run(**options: Any) -> NoReturn:
+        run_command(lambda: work(**options), options.get("verbose", False))
+
+    return run
 
 
 def run_command(work: Callable[[], int], verbose: bool) -> NoReturn:

@@ -67,10 +67,8 @@ class Prompt:
         )
         self._session.default_buffer.on_text_changed += self._notice
         if terminal_reflows():
-            app = self._session.app
-            app.renderer = _Renderer(
-                app.renderer.style, app.output, cpr_not_supported_callback=app.cpr_not_supported_callback
-            )
+            app, style = self._session.app, self._session.app.renderer.style
+            app.renderer = _Renderer(style, app.output, cpr_not_supported_callback=app.cpr_not_supported_callback)
 
     def type_ahead(self, typed: bytes) -> None:
         """Begin the next line or lines with text that was typed before the prompt appeared."""
@@ -118,9 +116,7 @@ class Prompt:
 
 class _Renderer(Renderer):
     """Erases the prompt correctly after the terminal has become narrower and has rewrapped the prompt's rows.
-
-    prompt_toolkit by itself goes up only as many rows as it has drawn.
-    """
+    prompt_toolkit by itself goes up only as many rows as it has drawn."""
 
     def erase(self, leave_alternate_screen: bool = True) -> None:
         self.output.cursor_up(self._wrapped_rows())
@@ -151,9 +147,7 @@ def _ctrl_c() -> KeyBindings:
 
 def edit(text: str) -> str | None:
     """Have the user change `text` in $VISUAL or $EDITOR, else vi. Returns the saved text; None if nothing was saved.
-
-    Raises: ValueError if there is no such editor, or it fails.
-    """
+    Raises: ValueError if there is no such editor, or it fails."""
     command = os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi"
     with tempfile.TemporaryDirectory(prefix="nanopage-") as directory:  # readable by the user alone
         file = Path(directory) / "message.md"

@@ -74,26 +74,25 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+@dataclasses.dataclass(eq=False)
 class RemoteModel:
-    """A model of a server, as a Model.
+    """A model of a server, as a Model."""
 
-    Args:
-        card: what the server says of it.
-        given: names of the settings that the user has set at the start.
-        where: the server, for the user.
-        sees_images: whether the model does; None: it is not known.
-    """
+    server: Server
+    card: Card  # what the server says of it
+    given: frozenset[str]  # names of the settings that the user has set at the start
+    where: str  # the server, for the user
+    sees_images: bool | None = None  # None: it is not known
 
-    def __init__(self, server: Server, card: Card, given: frozenset[str], where: str, sees_images: bool | None = None):
-        self.server, self.name, self.given, self.where = server, card.id, given, where
-        self.max_model_len, self.sees_images = card.max_model_len, sees_images
+    def __post_init__(self) -> None:
+        card = self.card
+        self.name, self.max_model_len, self.is_nanopage = card.id, card.max_model_len, card.owned_by == "nanopage"
         self.capacity: Capacity | None = None
-        self.is_nanopage = card.owned_by == "nanopage"
         self.goes_on = self.counts = self.is_nanopage or card.owned_by == "vllm"  # with a message; tokens
         try:
             self.defaults = SamplingParams(**card.default_sampling_params if self.is_nanopage else {}, max_tokens=None)
         except (TypeError, ValueError) as error:
-            raise ServerError(f"{server.where} has settings that are not known here: {error}") from None
+            raise ServerError(f"{self.server.where} has settings that are not known here: {error}") from None
 
     def check(self, params: SamplingParams) -> None:
         """Nothing is checked here: the server says what it refuses when it answers."""
@@ -177,10 +176,8 @@ class RemoteModel:
 
 
 class RemoteStream:
-    """One reply of a server, as a Stream. Reasoning is shown between marks, as models write it.
-
-    Args: call: the call to make.
-    """
+    """One reply of a server, as a Stream. Reasoning is shown between marks, as models write it. Args: call: the call to
+    make."""
 
     thinking = False
 
@@ -223,23 +220,15 @@ class RemoteStream:
                 (call_id or f"call_{index}", ToolCall(name, "".join(parts)))
                 for index, ((call_id, name), parts) in self._calls.items()
             ]
-        details = None if usage is None else usage.prompt_tokens_details
+        counts: tuple[int | None, int | None, int | None] = (None, None, None)
         rate = None
-        if usage is not None and self._times and self._times[1] > self._times[0]:
-            rate = (usage.completion_tokens - 1) / (self._times[1] - self._times[0])
-        return Reply(
-            self._text,
-            self._finish,
-            None if usage is None else usage.prompt_tokens,
-            None if details is None else details.cached_tokens,
-            None if usage is None else usage.completion_tokens,
-            self._times[0] - self._began if self._times else None,
-            None,
-            rate,
-            self._error,
-            content=self._text,
-            calls=calls,
-        )
+        if usage is not None:
+            details = usage.prompt_tokens_details
+            counts = usage.prompt_tokens, None if details is None else details.cached_tokens, usage.completion_tokens
+            if self._times and self._times[1] > self._times[0]:
+                rate = (usage.completion_tokens - 1) / (self._times[1] - self._times[0])
+        first = self._times[0] - self._began if self._times else None
+        return Reply(self._text, self._finish, *counts, first, None, rate, self._error, content=self._text, calls=calls)
 
     def _texts(self) -> Iterator[str]:
         """The text as it comes. Raises: ServerError if none has come; Stopped."""
@@ -313,8 +302,7 @@ class RemoteStream:
 def find_card(server: Server, model: str | None) -> Card:
     """What a server says of a model, or of its first one. Raises: ServerError; ValueError for a model that it lacks."""
     try:
-        cards = msgspec.convert(server.get("models"), dict[str, Any])["data"]
-        cards = msgspec.convert(cards, list[Card])
+        cards = msgspec.convert(msgspec.convert(server.get("models"), dict[str, Any])["data"], list[Card])
     except (KeyError, msgspec.ValidationError):
         raise ServerError(f"{server.where} does not say which models it has") from None
     found = [card for card in cards if model in (None, card.id)]
@@ -327,10 +315,8 @@ def find_card(server: Server, model: str | None) -> Card:
 def connect(
     server: Server, model: str | None, asked: dict, where: str, sees_images: bool | None = None
 ) -> tuple[RemoteModel, str, SamplingParams]:
-    """Find a model of a server. Returns it, its name, and its settings.
-
-    Args: asked: settings of the user. The others: as in RemoteModel.
-    """
+    """Find a model of a server. Returns it, its name, and its settings. Args: asked: settings of the user. The others:
+    as in RemoteModel."""
     remote = RemoteModel(server, find_card(server, model), frozenset(asked), where, sees_images)
     params = remote.defaults
     # As for a model in this process. A model that is not loaded yet has no length, and does not say what it recommends.

@@ -81,24 +81,15 @@ class Reply:
 
 @dataclasses.dataclass
 class Request:
-    """What a model is to answer.
+    """What a model is to answer."""
 
-    Args:
-        prompt: a text to go on with, or a conversation for the chat template, whose images are parts with ReadImages.
-        given: names of settings that the user has set, even if to the default.
-        tools: the tools that the model is told about, as chat templates take them.
-        reads_calls: whether to find calls of these tools in the reply. They are not shown.
-        begun, begun_ids: the beginning of the reply, which was shown before, as text and as tokens. Without tokens, the
-            text counts.
-    """
-
-    prompt: str | list[dict]
+    prompt: str | list[dict]  # a text to go on with, or a conversation, whose images are parts with ReadImages
     params: SamplingParams
-    given: frozenset[str] = frozenset()
-    tools: list[dict] | None = None
-    reads_calls: bool = False
-    begun: str = ""
-    begun_ids: Sequence[int] = ()
+    given: frozenset[str] = frozenset()  # names of settings that the user has set, even if to the default
+    tools: list[dict] | None = None  # which the model is told about, as chat templates take them
+    reads_calls: bool = False  # whether to find calls of these tools in the reply; they are not shown
+    begun: str = ""  # the beginning of the reply, which was shown before
+    begun_ids: Sequence[int] = ()  # its tokens; without them, the text counts
 
 
 class Stream(Protocol):
@@ -117,18 +108,12 @@ class Stream(Protocol):
 
 
 class Model(Protocol):
-    """What the chat needs of a model: of one in this process (local.py), or of a server's (remote.py).
+    """What the chat needs of a model: of one in this process (local.py), or of a server's (remote.py)."""
 
-    max_model_len: the most tokens of prompt and reply; None if a server does not tell.
-    sees_images: whether it does; None if a server does not tell.
-    where: what computes the model, for the user.
-    capacity: of the engine; None if it is a server's.
-    """
-
-    max_model_len: int | None
-    sees_images: bool | None
-    where: str
-    capacity: "Capacity | None"
+    max_model_len: int | None  # the most tokens of prompt and reply; None if a server does not tell
+    sees_images: bool | None  # None if a server does not tell
+    where: str  # what computes the model, for the user
+    capacity: "Capacity | None"  # of the engine; None if it is a server's
 
     def check(self, params: SamplingParams) -> None:
         """Raises: ValueError for settings that this model refuses."""
@@ -140,10 +125,8 @@ class Model(Protocol):
         """Begin to answer. Raises: ValueError, TypeError for what cannot be answered."""
 
     def begun(self, text: str, ids: list[int], params: SamplingParams) -> tuple[str, list[int]]:
-        """A reply to go on with, and its tokens, up to the last whole character. Raises: ValueError if it cannot.
-
-        Args: ids: the tokens of the reply; empty if they are not known.
-        """
+        """A reply to go on with, and its tokens, up to the last whole character. Raises: ValueError if it cannot. Args:
+        ids: the tokens of the reply; empty if they are not known."""
 
     def figures(self) -> list[tuple[str, str]]:
         """More rows for /stats."""
@@ -168,10 +151,9 @@ def show_again(text: str, plain: bool) -> None:
     if not shows_markdown(plain):
         print(text, flush=True)
         return
-    from nanopage.terminal.markdown import ReplyPrinter  # not needed where plain text is
     from nanopage.text.reasoning import END_THINK, THINK
 
-    printer = ReplyPrinter(sys.stdout, thinking=THINK not in text and END_THINK in text)
+    printer = _printer(THINK not in text and END_THINK in text)
     printer.feed(text)
     printer.finish()
 
@@ -179,11 +161,8 @@ def show_again(text: str, plain: bool) -> None:
 def generate(
     model: Model, request: Request, interrupt: Interrupt, plain: bool = False, show: bool = True
 ) -> Reply | None:
-    """Stream one reply to stdout. `interrupt` ends it and keeps its text. Returns None if nothing came.
-
-    Args: show: False writes nothing to stdout.
-    Raises: what `Model.stream` and the stream raise, before anything is shown.
-    """
+    """Stream one reply to stdout. `interrupt` ends it and keeps its text. Returns None if nothing came. Args: show:
+    False writes nothing to stdout. Raises: what `Model.stream` and the stream raise, before anything is shown."""
     stream = model.stream(request, interrupt)
     printer, loops, guard = None, False, LoopGuard()
     markdown, on_terminal = shows_markdown(plain), sys.stdout.isatty()
@@ -214,7 +193,7 @@ def generate(
     return reply
 
 
-def _printer(thinking: bool, begun: str):
+def _printer(thinking: bool, begun: str = ""):
     from nanopage.terminal.markdown import ReplyPrinter  # not needed where plain text is
 
     printer = ReplyPrinter(sys.stdout, thinking=thinking)

@@ -3,20 +3,21 @@
 import ast
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
-from nanopage.files.model_files import find_surrogate, read_json
+from nanopage.files.model_files import check_file, find_surrogate, read_json
 from nanopage.params import SamplingParams
 from nanopage.terminal.images import check_images
 from nanopage.text.chat_template import normalize_messages
+from nanopage.vllm.engine_args import nearest
 
 FORMAT, VERSION = "nanopage chat session", 3  # version 1 has no calls of tools, and version 2 no images
 MAX_BYTES = 16 << 20  # of a session file: far more than any context holds
+MOST = 20  # conversations that are kept; older ones are deleted
 # Settings without an effect in a conversation, where there is one reply, shown as text.
 NOT_SETTINGS = ("n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "output_kind")
 SETTINGS = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in NOT_SETTINGS)
@@ -62,10 +63,8 @@ class Session:
         return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
     def save(self, file: Path) -> None:
-        """Write a file that only the user can read, whole or not at all. Raises ValueError, OSError.
-
-        A session at `file` is replaced. Anything else there is refused.
-        """
+        """Write a file that only the user can read, whole or not at all. Raises ValueError, OSError. A session at
+        `file` is replaced. Anything else there is refused."""
         file = file.expanduser().resolve()
         if not file.parent.is_dir():
             raise FileNotFoundError(f"no directory {file.parent}")
@@ -77,19 +76,15 @@ class Session:
         write_atomically(file, self.to_json())
 
     def load(self, file: Path) -> str:
-        """Take over what `file` holds. Returns the name of the model it was saved with.
-
-        Raises: ValueError, OSError naming the file and what is wrong with it; nothing has changed then.
-        """
+        """Take over what `file` holds. Returns the name of the model it was saved with. Raises: ValueError, OSError
+        naming the file and what is wrong with it; nothing has changed then."""
         file = file.expanduser()
         data = _read_file(file)
         version = data.get("version")
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise ValueError(f"{file}: version must be a positive integer, got {version!r}")
         if version > VERSION:
-            raise ValueError(
-                f"{file} was saved by a newer nanopage: it has version {version}, this one reads up to {VERSION}"
-            )
+            raise ValueError(f"{file} was saved by a newer nanopage: version {version}, this one reads up to {VERSION}")
         try:
             model, system, messages, params = _read(data)
         except (ValueError, TypeError) as error:
@@ -99,11 +94,8 @@ class Session:
 
 
 def _read_file(file: Path) -> dict:
-    """The object in a session file. Refuses pipes and devices, which could block or never end."""
-    if not file.exists():
-        raise FileNotFoundError(f"no file {file}")
-    if not file.is_file():
-        raise ValueError(f"{file} is not a file: a session cannot be read from it")
+    """The object in a session file."""
+    check_file(file)
     if (size := file.stat().st_size) > MAX_BYTES:
         raise ValueError(f"{file} is not a session: it has {size >> 20} MiB, and a session at most {MAX_BYTES >> 20}")
     data = read_json(file)
@@ -183,12 +175,6 @@ def check_setting(name: str) -> str:
     return name
 
 
-def nearest(name: str, names) -> str:
-    """The end of an error message: which of `names` the user may have meant, if one is similar."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f": did you mean {close[0]}?" if close else ""
-
-
 def write_atomically(file: Path, text: str) -> None:
     """Write a file that appears whole or not at all, readable by the user alone."""
     descriptor, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")  # creates it with mode 0600
@@ -204,15 +190,10 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def state_directory() -> Path:
-    """`$XDG_STATE_HOME/nanopage`, by default `~/.local/state/nanopage`.
-
-    A relative XDG_STATE_HOME is ignored (https://specifications.freedesktop.org/basedir-spec).
-    """
+    """`$XDG_STATE_HOME/nanopage`, by default `~/.local/state/nanopage`. A relative XDG_STATE_HOME is ignored
+    (https://specifications.freedesktop.org/basedir-spec)."""
     base = Path(os.environ.get("XDG_STATE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".local" / "state") / "nanopage"
-
-
-MOST = 20  # conversations that are kept; older ones are deleted
 
 
 def may_keep() -> bool:
@@ -224,21 +205,16 @@ def may_keep() -> bool:
 
 
 class Kept:
-    """The file of the present conversation, and the files of earlier conversations.
-
-    Args:
-        directory: where the files are; made when first needed.
-    """
+    """The file of the present conversation, and the files of earlier conversations. Args: directory: where the files
+    are; made when first needed."""
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.begin()
 
     def begin(self, file: Path | None = None, session: Session | None = None) -> None:
-        """Make the next `keep` write another conversation: a new one, or `session`, which was read from `file`.
-
-        A kept `file` is then replaced by a file with a new name, because another terminal may be writing to `file`.
-        """
+        """Make the next `keep` write another conversation: a new one, or `session`, which was read from `file`. A kept
+        `file` is then replaced by a file with a new name, because another terminal may be writing to `file`."""
         self._before = file if file is not None and file.parent == self.directory else None
         self._written = session.to_json() if self._before is not None and session is not None else None
         self._file: Path | None = None

@@ -1,6 +1,7 @@
 """Ctrl-C, SIGTERM, SIGHUP and Ctrl-Z while something runs, and the terminal's modes during that time."""
 
 import contextlib
+import dataclasses
 import os
 import select
 import signal
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 TERMINATING = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+STOPPING = [signal.SIGINT, *TERMINATING]
 
 
 def leave_on_interrupt() -> None:
@@ -28,14 +30,15 @@ def _leave(signum, frame) -> None:
     os._exit(128 + signum)
 
 
-def _handle(signums: list[signal.Signals], handler: Callable) -> dict:
-    """Install `handler`, except for signals that are ignored already (nohup). Returns the handlers to restore."""
-    return {s: signal.signal(s, handler) for s in signums if signal.getsignal(s) not in (signal.SIG_IGN, None)}
-
-
-def _restore(handlers: dict) -> None:
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
+@contextlib.contextmanager
+def _handled(signums: list[signal.Signals], handler: Callable) -> Iterator[None]:
+    """Signals call `handler`, except for those that are ignored already (nohup)."""
+    previous = {s: signal.signal(s, handler) for s in signums if signal.getsignal(s) not in (signal.SIG_IGN, None)}
+    try:
+        yield
+    finally:
+        for signum, before in previous.items():
+            signal.signal(signum, before)
 
 
 @contextlib.contextmanager
@@ -45,12 +48,8 @@ def orderly_exit() -> Iterator[None]:
     def leave(signum, frame):
         raise SystemExit(128 + signum)
 
-    previous = _handle(TERMINATING, leave)
-    try:
-        with _modes_restored():
-            yield
-    finally:
-        _restore(previous)
+    with _handled(TERMINATING, leave), _modes_restored():
+        yield
 
 
 @contextlib.contextmanager
@@ -71,28 +70,24 @@ def orderly_exit_of(app) -> Iterator[Callable[[], None]]:
         if arrived and app.is_running and not app.future.done():
             app.exit(exception=SystemExit(128 + arrived[0]))
 
-    previous = _handle(TERMINATING, leave)
     try:
-        yield end
+        with _handled(TERMINATING, leave):
+            yield end
     finally:
-        _restore(previous)
         if arrived:
             raise SystemExit(128 + arrived[0])
 
 
+@dataclasses.dataclass
 class Interrupt:
-    """Whether work was asked to stop.
+    """Whether work was asked to stop."""
 
-    `signum` is the signal that asked, or None. When it arrives, another thread calls `notice` at once: Python runs
-    signal handlers only between two operations of torch, which can take seconds. `over` says that the work has ended,
-    so that a second signal has nothing to stop. `resumed` is called when the program goes on after Ctrl-Z.
-    """
-
-    def __init__(self):
-        self.signum: int | None = None
-        self.notice: Callable[[], None] = lambda: None
-        self.over = False
-        self.resumed: Callable[[], None] = lambda: None
+    signum: int | None = None  # the signal that asked
+    # Called at once when the signal arrives, in another thread: Python runs signal handlers only between two operations
+    # of torch, which can take seconds.
+    notice: Callable[[], None] = lambda: None
+    over: bool = False  # the work has ended, so that a second signal has nothing to stop
+    resumed: Callable[[], None] = lambda: None  # called when the program goes on after Ctrl-Z
 
 
 @contextlib.contextmanager
@@ -113,12 +108,10 @@ def interruptible(typed: bytearray | None = None) -> Iterator[Interrupt]:
         if not first and not interrupt.over:
             raise KeyboardInterrupt
 
-    previous = _handle([signal.SIGINT, *TERMINATING], handler)
     try:
-        with _noticed_at_once(list(previous), interrupt), unechoed(lambda: interrupt.resumed(), typed):
+        with _handled(STOPPING, handler), _noticed_at_once(interrupt), unechoed(lambda: interrupt.resumed(), typed):
             yield interrupt
     finally:
-        _restore(previous)
         if interrupt.signum in TERMINATING:
             raise SystemExit(128 + interrupt.signum)
 
@@ -140,13 +133,13 @@ def wait_for_input() -> None:
 
 
 @contextlib.contextmanager
-def _noticed_at_once(signums: list[signal.Signals], interrupt: Interrupt) -> Iterator[None]:
+def _noticed_at_once(interrupt: Interrupt) -> Iterator[None]:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
 
     def watch():
         while arrived := os.read(reading, 1):
-            if arrived[0] in signums:
+            if arrived[0] in STOPPING:
                 interrupt.notice()
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -192,12 +185,11 @@ def unechoed(resumed: Callable[[], None] = lambda: None, typed: bytearray | None
                 termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
             resumed()
 
-        previous = _handle([signal.SIGTSTP], suspend)
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
         try:
-            yield
+            with _handled([signal.SIGTSTP], suspend):
+                termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+                yield
         finally:
-            _restore(previous)
             if typed is not None and _in_foreground():
                 typed.extend(_read_typed(before))
 
@@ -231,9 +223,7 @@ def _modes_restored() -> Iterator[list | None]:
 
 def _in_foreground() -> bool:
     """Whether this process is in the foreground of a Unix terminal. In the background, setting its modes would stop it.
-
-    False once the terminal has hung up.
-    """
+    False once the terminal has hung up."""
     with contextlib.suppress(ImportError, OSError, ValueError, AttributeError):
         import termios  # noqa: F401
 

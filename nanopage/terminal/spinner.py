@@ -12,9 +12,7 @@ from nanopage.terminal.text import printable, stderr
 @contextlib.contextmanager
 def spinner(text: str, delay: float = 0.0) -> Iterator[Callable[[str], None]]:
     """Show `text` from `delay` seconds on. Yields a function that changes it. Shows nothing where there is no terminal.
-
-    With a delay, no line flashes up for short work.
-    """
+    With a delay, no line flashes up for short work."""
     if not stderr.is_terminal:
         yield lambda text: None
         return

@@ -1,7 +1,5 @@
-"""Messages that the programs write to the terminal besides replies. Makes text from outside safe to print.
-
-Imports nothing of the engine.
-"""
+"""Messages on the terminal besides replies: those of the programs and of the engine. Makes text from outside safe to
+print. Imports nothing of the engine."""
 
 import contextlib
 import logging
@@ -10,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from logging.handlers import BufferingHandler
 from typing import TextIO
 
 from rich.console import Console, RenderableType
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from nanopage import MAX_MESSAGE, escaped
 
+LOGGER = logging.getLogger("nanopage")
 # Control characters move the cursor, set the title or reach the clipboard; surrogates cannot be encoded.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 # Exceptions of the engine for input that it refuses, and of the system: their messages suffice.
@@ -32,9 +32,7 @@ REFLOWING = {
 
 def printable(text: str) -> str:
     """`text` without control characters. Carriage returns are removed, others become U+FFFD. Tabs and newlines stay.
-
-    For a reply as it arrives. Messages use `nanopage.escaped` instead, which shows the characters.
-    """
+    For a reply as it arrives. Messages use `nanopage.escaped` instead, which shows the characters."""
     return UNSAFE.sub("\ufffd", text.replace("\r", ""))
 
 
@@ -47,10 +45,8 @@ def discard(stream: TextIO) -> None:
 
 
 def open_missing_streams() -> bool:
-    """Open closed standard streams on /dev/null, before another file gets their number.
-
-    Returns: whether stdout was open.
-    """
+    """Open closed standard streams on /dev/null, before another file gets their number. Returns: whether stdout was
+    open."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -73,19 +69,17 @@ class _Stderr(Console):
 stderr = _Stderr(stderr=True)
 
 
-@contextlib.contextmanager
-def _unless_stderr_fails() -> Iterator[None]:
-    """A full disk behind stderr must not cost the answer on stdout."""
+def _print(what: RenderableType, soft_wrap: bool = False) -> None:
+    """Print on stderr. A full disk behind it must not cost the answer on stdout."""
     try:
-        yield
+        stderr.print(what, soft_wrap=soft_wrap)
     except OSError:
         discard(sys.stderr)
 
 
 def say(text: str, style: str = "dim") -> None:
     """Print a message on stderr."""
-    with _unless_stderr_fails():
-        stderr.print(Text(escaped(text), style), soft_wrap=not stderr.is_terminal)
+    _print(Text(escaped(text), style), soft_wrap=not stderr.is_terminal)
 
 
 def say_table(rows: Iterable[tuple[str, ...]]) -> None:
@@ -93,19 +87,16 @@ def say_table(rows: Iterable[tuple[str, ...]]) -> None:
     table = Table.grid(padding=(0, 2))
     for row in rows:
         table.add_row(*(Text(escaped(cell)) for cell in row))
-    with _unless_stderr_fails():
-        stderr.print(table)
+    _print(table)
 
 
 def say_drawn(draw: Callable[[int], RenderableType]) -> None:
     """Print what `draw` makes for the width of stderr."""
-    with _unless_stderr_fails():
-        stderr.print(draw(stderr.width - 1))
+    _print(draw(stderr.width - 1))
 
 
 def say_error(message: str) -> None:
-    with _unless_stderr_fails():
-        stderr.print(Text.assemble(("error:", "red"), " ", escaped(message, MAX_MESSAGE)), soft_wrap=True)
+    _print(Text.assemble(("error:", "red"), " ", escaped(message, MAX_MESSAGE)), soft_wrap=True)
 
 
 def describe_error(error: BaseException, verbose: bool) -> str:
@@ -119,16 +110,19 @@ def describe_error(error: BaseException, verbose: bool) -> str:
 
 
 def terminal_reflows() -> bool:
-    """Whether the terminal is known to rewrap rows when it is made narrower.
-
-    A wrong True would erase finished rows; a wrong False leaves rows of the unfinished block behind.
-    """
+    """Whether the terminal is known to rewrap rows when it is made narrower. A wrong True would erase finished rows; a
+    wrong False leaves rows of the unfinished block behind."""
     if "STY" in os.environ:  # GNU screen does not rewrap rows, wherever it runs
         return False
     return bool(REFLOWING & os.environ.keys()) or os.environ.get("TERM_PROGRAM") in ("vscode", "Apple_Terminal")
 
 
-LOGGER = logging.getLogger("nanopage")
+def say_log(verbose: bool) -> None:
+    """Print the engine's warnings and its messages that are marked `for_user`, or all its messages if `verbose`, in
+    place of its own handler."""
+    handler = _Said()
+    handler.addFilter(lambda record: verbose or record.levelno >= logging.WARNING or hasattr(record, "for_user"))
+    LOGGER.handlers = [handler]
 
 
 class _Said(logging.Handler):
@@ -136,30 +130,14 @@ class _Said(logging.Handler):
         say(escaped(record.getMessage(), MAX_MESSAGE))
 
 
-class _Held(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
-def say_log(verbose: bool) -> None:
-    """Print these messages, or all messages if `verbose`, in place of the engine's own handler."""
-    handler = _Said()
-    handler.addFilter(lambda record: verbose or record.levelno >= logging.WARNING or hasattr(record, "for_user"))
-    LOGGER.handlers = [handler]
-
-
 @contextlib.contextmanager
 def held_log() -> Iterator[None]:
-    """Hold messages back until the block ends."""
-    handlers, held = LOGGER.handlers, _Held()
+    """Hold these messages back until the block ends, so that none appears within a reply."""
+    handlers, held = LOGGER.handlers, BufferingHandler(sys.maxsize)
     LOGGER.handlers = [held]
     try:
         yield
     finally:
         LOGGER.handlers = handlers
-        for record in held.records:
+        for record in held.buffer:
             LOGGER.handle(record)

@@ -10,17 +10,13 @@ from nanopage.grammar.tool_pieces import ToolCall
 from nanopage.terminal.text import say
 
 MAX_SHOWN = 500  # characters of a result on the screen; the model gets the whole result
-Ask = Callable[[str], str]
 
 
 class Toolbox:
-    """The functions of a file, which the model may call.
+    """The functions of a file, which the model may call. Args: ask: shows a question and returns the typed answer.
+    Raises: as `load_functions` and `describe_function`."""
 
-    Args: ask: shows a question and returns the typed answer.
-    Raises: as `load_functions` and `describe_function`.
-    """
-
-    def __init__(self, file: Path, ask: Ask):
+    def __init__(self, file: Path, ask: Callable[[str], str]):
         self.functions = load_functions(file)
         self.tools: list[Tool] = [describe_function(function) for function in self.functions.values()]
         self.ask = ask
@@ -42,8 +38,7 @@ class Toolbox:
         shown, results = [], []
         for call_id, call in calls:
             result, arguments = self._run(call)
-            function = {"name": call.name, "arguments": arguments}
-            shown.append({"id": call_id, "type": "function", "function": function})
+            shown.append({"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
             results.append({"role": "tool", "tool_call_id": call_id, "name": call.name, "content": result})
         return [{"role": "assistant", "content": text, "tool_calls": shown}, *results]
 

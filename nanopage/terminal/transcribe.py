@@ -3,8 +3,8 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from nanopage.terminal.chat import decoded, refuse
-from nanopage.terminal.program import run_command
+from nanopage.terminal.program import command
 from nanopage.terminal.spinner import spinner
 from nanopage.terminal.text import describe_error, printable, say, say_error, stderr
 from nanopage.vllm.engine_args import EngineArgs, takes_engine_options
@@ -24,24 +24,12 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "whisper-tiny.en"
 FILES_AT_ONCE = 64  # open files; how many windows run together is up to the engine
-
-
-class Format(Enum):
-    """The names of `audio.formats.FORMATS`, which imports more than --help needs."""
-
-    text = "text"
-    srt = "srt"
-    vtt = "vtt"
-    json = "json"
-    verbose_json = "verbose_json"
-
-
-class Kind(Enum):
-    transcribe = "transcribe"
-    translate = "translate"
+Format = StrEnum("Format", "text srt vtt json verbose_json")  # as audio.formats.FORMATS, for which --help need not wait
+Kind = StrEnum("Kind", "transcribe translate")
 
 
 @takes_engine_options("device", "dtype", "quantization", "kv_cache_gib", "max_num_seqs", "enforce_eager")
+@command
 def transcribe(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="WAV, FLAC, MP3 or OGG.")],
     model: Annotated[str, typer.Option(help="Directory or hub id of a Whisper model.")] = DEFAULT_MODEL,
@@ -60,41 +48,37 @@ def transcribe(
     *,
     switches: dict[str, Any],
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the engine's log and tracebacks.")] = False,
-) -> None:
+) -> int:
     """Write what is said in sound files. A file that cannot be read does not stop the others.
 
     Exit codes: 0 all transcribed, 1 at least one is not, 2 wrong usage, 130 stopped by Ctrl-C, 128 + N ended by
     signal N.
     """
+    from nanopage.audio.files import import_libraries
+    from nanopage.audio.languages import language_code
+    from nanopage.audio.transcription import Options
 
-    def work() -> int:
-        from nanopage.audio.files import import_libraries
-        from nanopage.audio.languages import language_code
-        from nanopage.audio.transcription import Options
+    import_libraries()
+    try:
+        code = None if language is None else language_code(language)
+        options = Options(code, task, decoded(prompt, "--prompt"), temperature, context, words)
+        if words and output_format is Format.text:
+            raise ValueError("--word-timestamps needs --output-format srt, vtt, json or verbose_json")
+        targets = _targets(files, output_format, output_dir)
+    except ValueError as error:
+        refuse(str(error))
+    jobs = Jobs(options, targets, output_format, verbose)
+    if not jobs.open_any():  # before the model loads
+        return 1
+    with spinner(f"Loading {model}"):
+        from nanopage.aio.async_llm import AsyncLLM
 
-        import_libraries()
-        try:
-            code = None if language is None else language_code(language)
-            options = Options(code, task.value, decoded(prompt, "--prompt"), temperature, context, words)
-            if words and output_format is Format.text:
-                raise ValueError("--word-timestamps needs --output-format srt, vtt, json or verbose_json")
-            targets = _targets(files, output_format.value, output_dir)
-        except ValueError as error:
-            refuse(str(error))
-        jobs = Jobs(options, targets, output_format.value, verbose)
-        if not jobs.open_any():  # before the model loads
-            return 1
-        with spinner(f"Loading {model}"):
-            from nanopage.aio.async_llm import AsyncLLM
-
-            llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **switches))
-        try:
-            asyncio.run(jobs.run(llm))
-        finally:
-            llm.shutdown()
-        return 1 if jobs.num_failed else 0
-
-    run_command(work, verbose)
+        llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **switches))
+    try:
+        asyncio.run(jobs.run(llm))
+    finally:
+        llm.shutdown()
+    return 1 if jobs.num_failed else 0
 
 
 def _targets(files: list[Path], output_format: str, directory: Path | None) -> dict[Path, Path | None]:
@@ -116,20 +100,13 @@ def _targets(files: list[Path], output_format: str, directory: Path | None) -> d
 
 @dataclass
 class Jobs:
-    """The files of a command.
-
-    Args:
-        targets: file -> where its transcript goes; None: to stdout, in the order of the files.
-        verbose: show tracebacks.
-    """
+    """The files of a command."""
 
     options: "Options"
-    targets: dict[Path, Path | None]
+    targets: dict[Path, Path | None]  # file -> where its transcript goes; None: to stdout, in the order of the files
     output_format: str
-    verbose: bool
+    verbose: bool  # show tracebacks
     num_failed: int = 0
-    _waiting: list[Path] = field(default_factory=list)  # to be printed
-    _texts: dict[Path, str] = field(default_factory=dict)  # that wait for others to be printed
 
     def open_any(self) -> bool:
         """Whether any of the files can be opened. Drops the others, and says why."""
@@ -152,27 +129,30 @@ class Jobs:
         rules_for(tokens, self.options.language, self.options.task)  # what is wrong for all is said once
         if self.options.words:
             Aligner(llm, tokens)
-        self._waiting, several = list(self.targets), len(self.targets) > 1
         columns = (TextColumn("{task.description}"), BarColumn(), _Done(), TimeElapsedColumn())
         with Progress(*columns, console=stderr, disable=not stderr.is_terminal) as progress:
 
-            async def one(file: Path) -> None:
+            async def one(file: Path) -> str:
+                """What is to be printed."""
                 async with slots:
                     task = progress.add_task(_shown(file), total=None)
                     try:
-                        text = await self._transcribe(llm, tokens, file, progress, task)
-                        self._keep(file, f"{file}:\n{text}" if several and self.targets[file] is None else text)
+                        return self._write(file, await self._transcribe(llm, tokens, file, progress, task))
                     except Exception as error:
                         self._fail(file, error)
-                        self._waiting.remove(file)
-                    progress.remove_task(task)
-                    self._print()
+                        return ""
+                    finally:
+                        progress.remove_task(task)
 
+            waiting = [asyncio.create_task(one(file)) for file in self.targets]
             try:
-                await asyncio.gather(*map(one, self.targets))
+                while waiting:
+                    text = await waiting[0]
+                    del waiting[0]
+                    print(text, end="", flush=True)
             finally:  # a signal does not lose texts that wait for others
-                self._waiting = [file for file in self._waiting if file in self._texts]
-                self._print()
+                ended = [task for task in waiting if task.done() and not task.cancelled() and task.exception() is None]
+                print("".join(task.result() for task in ended), end="", flush=True)
 
     async def _transcribe(self, llm: "AsyncLLM", tokens: Any, file: Path, progress: Progress, task: TaskID) -> str:
         from nanopage.audio.files import Sound
@@ -189,18 +169,13 @@ class Jobs:
         make: Callable[[Transcription], str] = FORMATS[self.output_format][1]
         return make(job)
 
-    def _keep(self, file: Path, text: str) -> None:
+    def _write(self, file: Path, text: str) -> str:
+        """Write a transcript, if it goes to a file. Returns what is to be printed."""
         if (target := self.targets[file]) is None:
-            self._texts[file] = text
-            return
+            return printable(f"{file}:\n{text}" if len(self.targets) > 1 else text)
         target.write_text(text, encoding="utf-8")
-        self._waiting.remove(file)
         say(f"{file}: {target}")
-
-    def _print(self) -> None:
-        """Print the texts whose turn it is."""
-        while self._waiting and self._waiting[0] in self._texts:
-            print(printable(self._texts.pop(self._waiting.pop(0))), end="", flush=True)
+        return ""
 
     def _fail(self, file: Path, error: Exception) -> None:
         self.num_failed += 1

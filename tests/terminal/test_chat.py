@@ -17,6 +17,7 @@ import psutil
 import pytest
 from helpers import run_chat, tiny_model
 from programs import forked
+from test_terminal_text import Panic
 from typer.testing import Result
 
 import nanopage.device
@@ -246,7 +247,7 @@ def test_a_session_with_every_command(model, tmp_path):
     terminal.ask("/set temperature 0", "temperature = 0")
     terminal.ask("/system Be brief.", "system message set")
     terminal.ask("/show", "Be brief", "temperature", "/set lists all")
-    terminal.ask("/hepl", r"no command /hepl: did you mean /help\?")
+    terminal.ask("/hepl", r"no command /hepl. Did you mean /help\?")
     terminal.ask("/regen", "the reply will be the same", FOOTER)
     terminal.ask("/undo", "The earlier reply is back; 3 turn")
     terminal.ask("/undo", "The last turn is gone; 2 turn")
@@ -268,11 +269,8 @@ def test_a_session_with_every_command(model, tmp_path):
     assert saved["system"] == "Be brief."
     state = tmp_path / "nanopage"
     kept = sorted(state.glob("conversations/*.json"), key=lambda file: file.stat().st_mtime_ns)
-    assert [len(json.loads(file.read_text())["messages"]) for file in kept] == [
-        6,
-        2,
-        8,
-    ]  # /clear and /load begin others
+    lengths = [len(json.loads(file.read_text())["messages"]) for file in kept]
+    assert lengths == [6, 2, 8]  # /clear and /load begin others
     for file in (tmp_path / "s.json", state / "history", *kept):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert sorted(file.name for file in tmp_path.iterdir()) == ["nanopage", "s.json"]
@@ -347,9 +345,8 @@ def test_nothing_from_a_model_or_a_file_commands_the_terminal(model, tmp_path):
     hostile = tmp_path / f"model{OWNED}"
     shutil.copytree(model, hostile)
     config = json.loads((hostile / "tokenizer_config.json").read_text())
-    config["chat_template"] += (
-        "{% if 'fail' in messages[-1]['content'] %}{{ raise_exception('no" + OWNED + "') }}{% endif %}"
-    )
+    fails = "{% if 'fail' in messages[-1]['content'] %}{{ raise_exception('no" + OWNED + "') }}{% endif %}"
+    config["chat_template"] += fails
     (hostile / "tokenizer_config.json").write_text(json.dumps(config))
     Session(SamplingParams(stop=[OWNED]), f"system{OWNED}", model=OWNED).save(tmp_path / f"s{OWNED}.json")
     terminal = Terminal(hostile, tmp_path, "--max-tokens", "8", "--verbose")
@@ -386,12 +383,8 @@ def test_nothing_from_a_model_or_a_file_commands_the_terminal(model, tmp_path):
 def test_keys_ctrl_c_and_ctrl_z_in_a_shell(model, tmp_path):
     """What is typed while the model loads or answers; Ctrl-C in lines that are not empty; Ctrl-Z, in a reply, too, and
     fg."""
-    env = ENV | {
-        "TERM": "xterm-256color",
-        "NO_COLOR": "",
-        "PROMPT_TOOLKIT_NO_CPR": "1",
-        "XDG_STATE_HOME": str(tmp_path),
-    }
+    env = ENV | {"TERM": "xterm-256color", "NO_COLOR": "", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    env["XDG_STATE_HOME"] = str(tmp_path)
     child = pexpect.spawn("bash", ["--norc", "-i"], env=env, encoding="utf-8", timeout=60, dimensions=(24, 100))
     child.sendline("PS1='sh''ell '; bind 'set enable-bracketed-paste off'")
     child.expect("shell ")
@@ -541,10 +534,6 @@ def test_ctrl_c_while_a_program_starts_leaves_quietly(module, program, arguments
     command = [sys.executable, "-c", INTERRUPTED, module, program, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
-
-
-class Panic(BaseException):
-    """What pyo3 raises when Rust panics."""
 
 
 @pytest.mark.parametrize(

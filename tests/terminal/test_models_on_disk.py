@@ -16,18 +16,9 @@ from nanopage.__main__ import app
 from nanopage.terminal import models
 from nanopage.weights import hub, inventory
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-}
+CONFIG = {"architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu"}
+CONFIG |= {"max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 # Maps one file, opens another, works in a directory, and waits.
 USER = """

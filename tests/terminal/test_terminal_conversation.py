@@ -10,6 +10,7 @@ import time
 
 import pytest
 from helpers import tiny_model
+from test_terminal_text import Panic
 
 import nanopage.terminal.conversation
 from nanopage import LLM, SamplingParams
@@ -81,8 +82,8 @@ def test_what_is_tokenized_otherwise_than_it_was_generated_is_said_to_who_wants_
 
 def test_an_unknown_command_is_never_sent_and_two_slashes_are_a_message(chat):
     for text, hint in (
-        ("/hlep", "did you mean /help"),
-        (" /sav e", "did you mean /save"),
+        ("/hlep", "Did you mean /help"),
+        (" /sav e", "Did you mean /save"),
         ("/xyzzy now", "see /help"),
         ("/", "no command /: see"),
         ("/z", "no command /z: see"),
@@ -137,7 +138,7 @@ def test_set_changes_the_next_reply_and_refuses_with_the_engines_words(chat):
     for text, names in (
         ("/set temperature -1", "temperature must be a number from 0 to 100, not -1"),
         ("/set top_k=", "/set top_k= needs a value"),
-        ("/set tpo_k 3", "did you mean top_k"),
+        ("/set tpo_k 3", "Did you mean top_k"),
         ("/set =3", "no setting ''"),
         # In range for anybody, not for this model.
         ("/set allowed_token_ids [99999]", "allowed_token_ids: 99999 is not in the vocabulary"),
@@ -355,7 +356,7 @@ def test_model_changes_the_model_and_keeps_the_conversation(chat, llm, tmp_path,
     with pytest.raises(ValueError, match="cannot be changed"):
         chat.take("/model x")
     shutil.copytree(llm.engine.model_path, tmp_path / "tiny")
-    chat._load, chat._argument, chat._loaded = Load(), str(tmp_path / "tiny"), {"tiny": str(tmp_path / "tiny")}
+    chat.load, chat.argument, chat.arguments = Load(), str(tmp_path / "tiny"), {"tiny": str(tmp_path / "tiny")}
     chat.take("one")
     chat.take("/set top_p 0.5")
     (tmp_path / "base").mkdir()
@@ -380,10 +381,6 @@ def test_model_changes_the_model_and_keeps_the_conversation(chat, llm, tmp_path,
     for shown in ("tiny", "other"):  # a name that was shown is as good as the argument
         chat.take(f"/model {shown}")
     assert loaded == [str(tmp_path / "tiny"), str(tmp_path / "other")]
-
-
-class Panic(BaseException):
-    """What pyo3 raises when Rust panics."""
 
 
 @pytest.mark.parametrize("error", [Panic("in Rust"), KeyError("lost"), AssertionError(), ValueError("no")])
@@ -510,11 +507,8 @@ def test_the_footer_fits_80_columns(tokens, cached, out, seconds):
 @pytest.mark.parametrize(
     ("reason", "out", "ending"),
     [
-        ("stop", 5, ""),
-        ("length", 1024, "cut at max_tokens 1024"),
-        ("length", 5, "cut: the context is full"),
-        ("abort", 5, "stopped by Ctrl-C"),
-        ("repetition", 5, "stopped: repeating itself"),
+        *(("stop", 5, ""), ("length", 1024, "cut at max_tokens 1024"), ("length", 5, "cut: the context is full")),
+        *(("abort", 5, "stopped by Ctrl-C"), ("repetition", 5, "stopped: repeating itself")),
     ],
 )
 def test_a_reply_that_is_not_whole_says_why(reason, out, ending):

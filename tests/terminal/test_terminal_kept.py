@@ -1,4 +1,4 @@
-"""nanopage/terminal/kept.py: a conversation is kept in a private file of its own, and none replaces another."""
+"""nanopage/terminal/session.py: a conversation is kept in a private file of its own, and none replaces another."""
 
 import stat
 
