@@ -1,20 +1,19 @@
 """The chat page: what it is made of, and what it does in a browser."""
 
-import http.client
 import json
 import re
 import time
-import urllib.parse
 from pathlib import Path
 from random import Random
 
 import pytest
-from browser import CHROMIUM, Browser
 from server_process import serving
 
 import nanopage.server
+import nanopage.view
 
 PAGE = Path(nanopage.server.__file__).with_name("page.html").read_text()
+VIEW = Path(nanopage.view.__file__).with_name("view.html").read_text()
 NAME = "\u202e<img src=x onerror='window.hurt=1'>" + "W" * 400
 HOSTILE = "<script>window.hurt = 1</script> <img src=x onerror='window.hurt = 1'> & &lt;b&gt; "
 
@@ -45,7 +44,8 @@ window.fetch = async (path, { body, signal }) => {
 # Without a browser
 
 
-def test_the_page_loads_nothing_and_makes_no_html_of_text():
+@pytest.mark.parametrize("text", [PAGE, VIEW], ids=["chat", "view"])
+def test_the_page_loads_nothing_and_makes_no_html_of_text(text):
     for pattern in (
         r"\bsrc\s*=",
         r"href\s*=\s*[\"']?\s*(https?:|//)",
@@ -56,15 +56,15 @@ def test_the_page_loads_nothing_and_makes_no_html_of_text():
         r"\bon\w+\s*=\s*[\"']",  # handlers in HTML
         r"(call|fetch)\([\"'`]/",  # URLs that a proxy's prefix would break
     ):
-        assert not re.search(pattern, PAGE), pattern
+        assert not re.search(pattern, text), pattern
 
 
 def test_the_page_is_served_without_a_key(server):
-    status, headers, body = get(server, "/", key=None)
-    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert body.decode() == PAGE
-    assert_policy(headers)
-    assert get(server, "/v1/models", key=None)[0] == 401
+    reply = server.request("GET", "/", key=None)
+    assert (reply.status, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert reply.body.decode() == PAGE
+    assert_policy(reply.headers)
+    assert server.request("GET", "/v1/models", key=None).status == 401
 
 
 def assert_policy(headers):
@@ -77,15 +77,6 @@ def assert_policy(headers):
 
 
 # In a browser
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    browser = Browser(tmp_path_factory.mktemp("browser"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,16 +118,7 @@ def answered(page, num_turns=1):
 def complete(server, messages, **fields):
     """The answer of the API."""
     body = {"messages": messages, "temperature": 0, **fields}
-    return json.loads(get(server, "/v1/chat/completions", body)[2])["choices"][0]["message"]["content"]
-
-
-def get(server, path, body=None, key="secret"):
-    address = urllib.parse.urlsplit(server.url)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=60)
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
-    reply = connection.getresponse()
-    return reply.status, dict(reply.getheaders()), reply.read()
+    return server.request("POST", "/v1/chat/completions", body).json["choices"][0]["message"]["content"]
 
 
 def events(*texts, done=True, size=0):
@@ -212,7 +194,7 @@ def test_escape_stops_an_answer_here_and_on_the_server(page, server):
     whole = complete(server, [{"role": "user", "content": "Hello there"}], max_tokens=300, ignore_eos=True)
     assert whole.startswith(text) or text.startswith(whole)  # the latter where it took long to press Escape
     deadline = time.monotonic() + 60
-    while not re.search(rb"vllm:num_requests_running\S* 0.0", get(server, "/metrics")[2]):
+    while not re.search(rb"vllm:num_requests_running\S* 0.0", server.request("GET", "/metrics").body):
         assert time.monotonic() < deadline
 
 

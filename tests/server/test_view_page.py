@@ -2,33 +2,16 @@
 
 import json
 import re
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from browser import CHROMIUM, Browser
 from server_process import serving
 from test_page import HOSTILE, NAME, assert_policy
 from test_page import PAGE as CHAT
+from test_page import VIEW as PAGE
 
 from nanopage.view import export
 from nanopage.view.picture import Picture, read_recording
-
-PAGE = export.PAGE.read_text()
-
-
-def test_the_page_loads_nothing_and_makes_no_html_of_text():
-    for pattern in (
-        r"\bsrc\s*=",
-        r"href\s*=\s*[\"']?\s*(https?:|//)",
-        r"@import|\burl\(|\bimport\b",
-        r"<(link(?! rel=\"icon\" href=\"data:)|iframe|object|embed|base)\b",
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|setHTML|createContextualFragment",
-        r"\beval\b|\bFunction\(|setTimeout\(\s*[\"'`]|localStorage|document\.cookie",
-        r"\bon\w+\s*=\s*[\"']",  # handlers in HTML
-        r"(call|fetch)\([\"'`]/",  # URLs that a proxy's prefix would break
-    ):
-        assert not re.search(pattern, PAGE), pattern
 
 
 def test_both_pages_have_the_same_icon():
@@ -44,51 +27,30 @@ def test_the_page_offers_the_recordings_that_there_are():
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    browser = Browser(tmp_path_factory.mktemp("browser"))
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
     log = tmp_path_factory.mktemp("server") / "log"
-    options = (
-        "--dtype",
-        "float32",
-        "--api-key",
-        "secret",
-        "--view",
-        "--served-model-name",
-        NAME,
-        "--num-gpu-blocks-override",
-        16,
-    )
-    with serving(model, *options, "--block-size", 8, "--preemption-mode", "swap", log=log) as server:
-        server.url = server.wait_until_ready().removesuffix("v1")
+    options = ("--dtype", "float32", "--api-key", "secret", "--view", "--served-model-name", NAME)
+    blocks = ("--num-gpu-blocks-override", 16, "--block-size", 8, "--preemption-mode", "swap")
+    with serving(model, *options, *blocks, log=log) as server:
+        server.wait_until_ready()
         yield server
 
 
 def test_the_page_is_served_with_a_policy(server):
-    with urllib.request.urlopen(f"{server.url}view") as reply:
-        assert reply.read().decode() == PAGE
-        assert_policy({name.lower(): value for name, value in reply.headers.items()})
+    reply = server.request("GET", "/view", key=None)
+    assert reply.body.decode() == PAGE
+    assert_policy(reply.headers)
 
 
 def complete(server, name, max_tokens=30):
     body = {"prompt": [10, 11, 12], "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0, "cache_salt": name}
-    headers = {"content-type": "application/json", "authorization": "Bearer secret"}
-    request = urllib.request.Request(f"{server.url}v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)
+    return server.request("POST", "/v1/completions", body).json
 
 
 @pytest.fixture
 def page(browser, server):
     """The browser with the page, connected with the key."""
-    browser.open(f"{server.url}view")
+    browser.open(server.url.removesuffix("v1") + "view")
     browser.wait_for("$('settings').open && document.activeElement === $('key')")
     browser.type("secret")
     browser.press("Enter")
