@@ -49,7 +49,7 @@ FIRST = {
     *("test_jit", "test_parallel", "test_chat", "test_bench", "test_tools", "test_process_executor", "test_course"),
     *("test_hub", "test_page", "test_view_page", "test_clients", "test_other_clients", "test_output", "test_attacks"),
     *("test_console", "test_serve_http", "test_vision_server", "test_loader", "test_piecewise_graphs"),
-    *("test_several_models", "test_chat_servers"),
+    *("test_several_models", "test_chat_servers", "test_build"),
 }
 RAY = {"test_replicas", "test_ray_link", "test_documents"}
 

@@ -42,6 +42,6 @@ def paged_attention(
     block_tables, rows, positions: see `cache.Step`. Returns: [T, num_heads, head_dim].
     """
     max_len = block_tables.shape[1] * keys.shape[1]
-    places = torch.arange(len(block_tables) * max_len)  # of all sequences, one after the other
+    places = torch.arange(block_tables.shape[0] * max_len)  # of all sequences, one after the other
     seen = (places // max_len == rows[:, None]) & (places % max_len <= positions[:, None])
     return attend(q, keys[block_tables].flatten(0, 2), values[block_tables].flatten(0, 2), seen)

@@ -28,7 +28,7 @@ def prepare(batch: list[tuple[Sequence, int]], blocks: BlockManager) -> Step:
     for row, (seq, num_tokens) in enumerate(batch):
         start, end = seq.num_computed, seq.num_computed + num_tokens
         token_ids += seq.token_ids[start:end]
-        positions += range(start, end)
+        positions += list(range(start, end))
         slots += blocks.slots(seq, start, end)
         rows += [row] * num_tokens
         last.append(len(token_ids) - 1)

@@ -10,19 +10,29 @@ sequences append a token, they would write to the same slot. So before a sequenc
 tables, it takes a new block for itself, and the contents are copied. (`copies` says what to copy; whoever has the
 tensors does it before the next step.) The last sequence that has a block writes in place: nobody else reads it.
 
-`BlockManager` in nanopage/engine/block_manager.py has all this and more. Try it alone first.
+`BlockManager` in docs/build/mini_ref/blocks.py has all this and more. Try it alone first.
 """
 
-from dry import BlockManager, Sequence  # docs/course/experiments/dry.py has them from examples/minimal_engine.py
+from dry import Sequence  # docs/course/experiments/dry.py has it from docs/build/mini_ref
 
 
-class ForkingBlockManager(BlockManager):
-    """The BlockManager of examples/minimal_engine.py, with forks. `blocks_for` and `slots` stay as they are."""
+class ForkingBlockManager:
+    """A pool of `num_blocks` blocks of `block_size` tokens each, for sequences that fork. `blocks_for` and `slots` are
+    given."""
 
     def __init__(self, num_blocks: int, block_size: int):
-        super().__init__(num_blocks, block_size)
+        self.block_size = block_size
+        self.free_blocks = list(range(num_blocks - 1, -1, -1))
         self.ref_counts = [0] * num_blocks  # in how many tables each block is; 0 if it is in free_blocks
         self.copies: list[tuple[int, int]] = []  # (from, to) of blocks to copy, appended by `grow`
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)  # rounded up
+
+    def slots(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """Where in the cache the K and V of the tokens from `start` to `end` are: block * block_size + offset."""
+        size = self.block_size
+        return [seq.block_table[position // size] * size + position % size for position in range(start, end)]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start the child's table, which is empty, as a copy of the parent's. The caller copies the tokens."""

@@ -12,7 +12,7 @@ Fill in `order` and `count_passed`. The Scheduler below asks the first before ea
 from collections import deque
 from collections.abc import Iterable
 
-from dry import Scheduler, Sequence  # docs/course/experiments/dry.py has them from examples/minimal_engine.py
+from dry import Scheduler, Sequence  # docs/course/experiments/dry.py has them from docs/build/mini_ref
 
 MOST_PASSED = 4
 
@@ -53,7 +53,7 @@ def count_passed(
 
 
 class ShortestFirst(Scheduler):
-    """The Scheduler of examples/minimal_engine.py with `waiting` in the order of `order`."""
+    """The Scheduler of docs/build/mini_ref with `waiting` in the order of `order`."""
 
     def __init__(self, *args):
         super().__init__(*args)

@@ -37,7 +37,7 @@ class Pool:
             assert (count == 0) == (block in manager.free_blocks), f"block {block}"
         assert len(set(manager.free_blocks)) == len(manager.free_blocks), "a block is free twice"
         for seq in seqs:
-            assert self.read(seq) == seq.token_ids, seq.name
+            assert self.read(seq) == seq.token_ids, seq.request_id
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ def waiting(*prompts):
 
 def ordered(exercise, waiting, passed_over):
     """The names, which have the place in the queue and the length of the prompt."""
-    return [seq.name for seq in exercise.order(waiting, passed_over)]
+    return [seq.request_id for seq in exercise.order(waiting, passed_over)]
 
 
 def test_short_prompts_come_first_and_equal_ones_in_turn(exercise):
@@ -49,10 +49,10 @@ def first_tokens(make_scheduler, arrivals, num_blocks=64):
     """
     engine = DryEngine(num_blocks, max_num_seqs=1, max_num_batched_tokens=8, make_scheduler=make_scheduler)
     came, steps, number = {}, {}, 0
-    while number < len(arrivals) or engine.has_work:
+    while number < len(arrivals) or engine.has_unfinished():
         if number < len(arrivals) and arrivals[number]:
             name = f"{number}: {arrivals[number]}"
-            came[name] = engine.add(name, [0] * arrivals[number], max_tokens=3)
+            came[name] = engine.add(name, arrivals[number], max_tokens=3)
         engine.step()
         number += 1
         for name, seq in came.items():
@@ -79,11 +79,11 @@ def test_a_long_prompt_does_not_starve(exercise):
 @pytest.mark.parametrize("num_blocks", [8, 12])
 def test_all_requests_end_also_with_preemptions(exercise, num_blocks):
     engine = DryEngine(num_blocks, max_num_seqs=3, max_num_batched_tokens=8, make_scheduler=exercise.ShortestFirst)
-    seqs = [engine.add(str(index), [0] * (1 + 3 * index), max_tokens=14) for index in range(5)]
+    seqs = [engine.add(str(index), 1 + 3 * index, max_tokens=14) for index in range(5)]
     number = 0
-    while engine.has_work and number < 500:
+    while engine.has_unfinished() and number < 500:
         engine.step()
         number += 1
     assert [len(seq.output) for seq in seqs] == [14] * 5
     assert engine.scheduler.num_preemptions > 0
-    assert len(engine.block_manager.free_blocks) == num_blocks
+    assert engine.blocks.num_free == num_blocks

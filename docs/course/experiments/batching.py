@@ -36,22 +36,22 @@ class Run:
 def run(make_scheduler: type[Scheduler], budget: int = 16) -> Run:
     engine = DryEngine(num_blocks=64, max_num_seqs=PLACES, max_num_batched_tokens=budget, make_scheduler=make_scheduler)
     for name, (prompt, output) in REQUESTS.items():
-        engine.add(name, [0] * prompt, output)
+        engine.add(name, prompt, output)
     place_of: dict[str, int] = {}
     result = Run([""] * PLACES)
-    while engine.has_work:
-        batch = engine.step()
+    while engine.has_unfinished():
+        engine.step()
         number = result.num_steps + 1
         row = ["."] * PLACES
-        for seq, _ in batch:
-            if seq.name not in place_of:
-                taken = [place_of[other.name] for other in engine.scheduler.running if other.name in place_of]
-                taken += [place_of[other.name] for other, _ in batch if other.name in place_of]
-                place_of[seq.name] = min(set(range(PLACES)) - set(taken))
-            prefill = seq.name not in result.first_token
-            row[place_of[seq.name]] = seq.name.lower() if prefill else seq.name
+        for seq, _ in engine.batch:
+            if seq.request_id not in place_of:
+                others = {*engine.running, *(other for other, _ in engine.batch)}
+                taken = [place_of[other.request_id] for other in others if other.request_id in place_of]
+                place_of[seq.request_id] = min(set(range(PLACES)) - set(taken))
+            prefill = seq.request_id not in result.first_token
+            row[place_of[seq.request_id]] = seq.request_id.lower() if prefill else seq.request_id
             if prefill and seq.output:
-                result.first_token[seq.name] = number
+                result.first_token[seq.request_id] = number
         result.places = [place + letter for place, letter in zip(result.places, row, strict=True)]
     return result
 

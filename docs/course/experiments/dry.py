@@ -1,5 +1,5 @@
-"""DryEngine: examples/minimal_engine.py without a model. It schedules and pages as the real one does, and computes
-nothing: every token is 0. What it shows depends on no processor and no rounding.
+"""DryEngine: the engine of docs/build/mini_ref without a model and without prefix sharing. It schedules and pages as
+the real one does, and computes nothing: every token is 0. What it shows depends on no processor and no rounding.
 """
 
 import sys
@@ -9,25 +9,34 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-import minimal_engine
-from minimal_engine import BlockManager, Scheduler, Sequence
+sys.path.insert(0, str(Path(__file__).parents[2] / "build"))
+from mini_ref.blocks import BlockManager, Sequence
+from mini_ref.engine import Engine
+from mini_ref.scheduler import Scheduler
+
+
+class PlainBlocks(BlockManager):
+    """Without the prefixes of chapter 4: all tokens are 0, so that sequences would share all blocks."""
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        return []
+
+    def store_prefix(self, seq: Sequence) -> None:
+        pass
 
 
 class NoModel:
-    """Takes the place of a Model. No token ends a sequence."""
+    """Takes the place of a Model. Its only token ends no sequence."""
 
-    class config:
-        max_position_embeddings = 2**30
-
-    def forward(self, input_ids: Tensor, positions: Tensor, slot_mapping: Tensor, chunks: list) -> Tensor:
-        return torch.zeros(len(chunks), 1)
+    vocab_size = 1
 
 
-class DryEngine(minimal_engine.Engine):
+class DryEngine(Engine):
     """An engine whose tokens have no meaning.
 
     Args: make_scheduler: of the block manager, `max_num_seqs` and `max_num_batched_tokens`.
+
+    Attributes: batch: the last step, as `Scheduler.schedule` has returned it. tables: the block tables in it.
     """
 
     def __init__(
@@ -37,17 +46,24 @@ class DryEngine(minimal_engine.Engine):
         max_num_seqs: int = 4,
         max_num_batched_tokens: int = 16,
         make_scheduler=Scheduler,
-        block_manager: BlockManager | None = None,
     ):
         self.model = NoModel()  # type: ignore[assignment]
-        self.block_manager = block_manager or BlockManager(num_blocks, block_size)
-        self.scheduler = make_scheduler(self.block_manager, max_num_seqs, max_num_batched_tokens)
+        self.blocks = PlainBlocks(num_blocks, block_size)
+        self.scheduler = make_scheduler(self.blocks, max_num_seqs, max_num_batched_tokens)
+        self.running = self.scheduler.running
         self.max_len = num_blocks * block_size
-        self.ends = frozenset()
+        self.batch: list[tuple[Sequence, int]] = []
+        self.tables: dict[str, list[int]] = {}
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self.scheduler.waiting or self.scheduler.running)
+    def add(self, name: str, num_tokens: int, max_tokens: int) -> Sequence:
+        """Let a request with this many prompt tokens wait."""
+        self.add_request(name, [0] * num_tokens, max_tokens=max_tokens)
+        return self.scheduler.waiting[-1]
+
+    def compute(self, batch: list[tuple[Sequence, int]]) -> Tensor:
+        self.batch = batch
+        self.tables = {seq.request_id: list(seq.block_table) for seq in self.running}
+        return torch.zeros(len(batch), 1)
 
 
 class StaticScheduler(Scheduler):

@@ -5,7 +5,7 @@ python docs/course/experiments/launches.py
 
 from collections import Counter
 
-from dry import minimal_engine
+from dry import Engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanopage.weights import hub
@@ -29,8 +29,8 @@ class Count(TorchDispatchMode):
 
 
 def main() -> None:
-    engine = minimal_engine.Engine(hub.resolve(None))
-    engine.add("A", [1, 2, 3], max_tokens=3)
+    engine = Engine(hub.resolve(None), num_blocks=4, block_size=16, max_num_seqs=1, max_num_batched_tokens=16)
+    engine.add_request("A", [1, 2, 3], max_tokens=3)
     engine.step()  # the prompt
     with Count() as count:
         engine.step()  # a decode

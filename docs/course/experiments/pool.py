@@ -15,22 +15,12 @@ def run(requests: dict[str, tuple[int, int]] = REQUESTS, num_blocks: int = 12) -
     """The pool at each step: the owner of each block, or "." if it is free; and the names of the waiting requests."""
     engine = DryEngine(num_blocks, block_size=4, max_num_batched_tokens=8)
     for name, (prompt, output) in requests.items():
-        engine.add(name, [0] * prompt, output)
+        engine.add(name, prompt, output)
     steps = []
-    while engine.has_work:
-        tables: dict[str, list[int]] = {}
-        schedule = engine.scheduler.schedule
-
-        def watch(schedule=schedule, tables=tables):
-            batch = schedule()
-            tables |= {seq.name: list(seq.block_table) for seq in engine.scheduler.running}
-            return batch
-
-        engine.scheduler.schedule = watch  # type: ignore[method-assign]
+    while engine.has_unfinished():
         engine.step()
-        engine.scheduler.schedule = schedule  # type: ignore[method-assign]
-        owners = {block: name for name, table in tables.items() for block in table}
-        waiting = [seq.name for seq in engine.scheduler.waiting]
+        owners = {block: name for name, table in engine.tables.items() for block in table}
+        waiting = [seq.request_id for seq in engine.scheduler.waiting]
         steps.append(("".join(owners.get(block, ".") for block in range(num_blocks)), waiting))
     return steps
 

@@ -1,15 +1,25 @@
 """Exercise of chapter 2, solved."""
 
-from dry import BlockManager, Sequence
+from dry import Sequence
 
 
-class ForkingBlockManager(BlockManager):
-    """The BlockManager of examples/minimal_engine.py, with forks."""
+class ForkingBlockManager:
+    """A pool of `num_blocks` blocks of `block_size` tokens each, for sequences that fork. `blocks_for` and `slots` are
+    given."""
 
     def __init__(self, num_blocks: int, block_size: int):
-        super().__init__(num_blocks, block_size)
-        self.ref_counts = [0] * num_blocks
-        self.copies: list[tuple[int, int]] = []
+        self.block_size = block_size
+        self.free_blocks = list(range(num_blocks - 1, -1, -1))
+        self.ref_counts = [0] * num_blocks  # in how many tables each block is; 0 if it is in free_blocks
+        self.copies: list[tuple[int, int]] = []  # (from, to) of blocks to copy, appended by `grow`
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)  # rounded up
+
+    def slots(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """Where in the cache the K and V of the tokens from `start` to `end` are: block * block_size + offset."""
+        size = self.block_size
+        return [seq.block_table[position // size] * size + position % size for position in range(start, end)]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         child.block_table = list(parent.block_table)

@@ -36,7 +36,7 @@ def count_passed(
 
 
 class ShortestFirst(Scheduler):
-    """The Scheduler of examples/minimal_engine.py with `waiting` in the order of `order`."""
+    """The Scheduler of docs/build/mini_ref with `waiting` in the order of `order`."""
 
     def __init__(self, *args):
         super().__init__(*args)

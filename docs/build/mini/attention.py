@@ -1,0 +1,34 @@
+"""Attention: of one token (milestone 1), of many (2), over pages (5)."""
+
+import torch
+from torch import Tensor
+
+
+def attend_one(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of one token, head by head: the sum of the values of the tokens that it sees, weighted by the softmax
+    of q * key / sqrt(head_dim) (Vaswani et al., 2017). Query head h reads KV head h // (num_heads / num_kv_heads)
+    (grouped-query attention, Ainslie et al., 2023).
+
+    q: [num_heads, head_dim]. keys, values: [length, num_kv_heads, head_dim], of all tokens up to itself.
+    Returns: [num_heads, head_dim].
+    """
+    raise NotImplementedError("milestone 1")
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Attention of n tokens at once. q: [n, num_heads, head_dim]. keys, values: [length, num_kv_heads, head_dim].
+    seen: bool [n, length], which keys each token sees. None: the n are the last of the tokens, and each sees itself
+    and all before it. Returns: [n, num_heads, head_dim]."""
+    raise NotImplementedError("milestone 2")
+
+
+def paged_attention(
+    q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, rows: Tensor, positions: Tensor
+) -> Tensor:
+    """Attention of the tokens of a step. Each sees the tokens of its own sequence up to itself. No loop and no `if`
+    depends on a number in a tensor, so that it can be recorded.
+
+    q: [T, num_heads, head_dim]. keys, values: [num_blocks + 1, block_size, num_kv_heads, head_dim], of a layer.
+    block_tables, rows, positions: see `cache.Step`. Returns: [T, num_heads, head_dim].
+    """
+    raise NotImplementedError("milestone 5")

@@ -1,0 +1,46 @@
+"""Which sequences run in the next step, and how many tokens of each (milestones 6 and 7)."""
+
+from collections import deque
+
+from .blocks import BlockManager, Sequence
+
+
+class Scheduler:
+    """Continuous batching: each step is chosen anew (Orca, 2022). Decodes and chunks of prompts are computed together,
+    under one budget of tokens (Sarathi-Serve, 2024).
+
+    Args: max_num_seqs: most sequences running at once, forks included. max_num_batched_tokens: most tokens in a step.
+    """
+
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int):
+        self.blocks, self.max_num_seqs, self.max_num_batched_tokens = blocks, max_num_seqs, max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()  # have no blocks
+        self.running: list[Sequence] = []  # have blocks; oldest first
+        self.num_preemptions = 0
+
+    def schedule(self) -> list[tuple[Sequence, int]]:
+        """The sequences of the next step, and how many tokens of each to compute. They have blocks for these tokens.
+
+        Running sequences come first, in order. Each computes all that it has left, as far as the budget goes. If blocks
+        run out, the last running sequence is preempted: it is not in the step, because only those before it can be.
+        Then, unless blocks ran out, waiting sequences are admitted, as long as the first of them fits.
+        """
+        raise NotImplementedError("milestone 6")
+
+    def admit(self) -> bool:
+        """Let the first waiting sequence run, if there are places for it and its forks, and blocks for all its tokens,
+        beside those that the tokens of running sequences still need. Otherwise, a long prompt would start only to be
+        preempted. Known blocks of its prefix that are in use cost nothing. Returns: whether it runs."""
+        raise NotImplementedError("milestone 6")
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a sequence's blocks. It keeps its tokens, waits first in line, and computes their K and V again later.
+        Nobody can see the difference in its answer."""
+        raise NotImplementedError("milestone 6")
+
+    def fork(self, seq: Sequence) -> list[Sequence]:
+        """Let the forks of a sequence run, with its blocks. Returns: the forks."""
+        raise NotImplementedError("milestone 9")
+
+    def finish(self, seq: Sequence) -> None:
+        raise NotImplementedError("milestone 6")

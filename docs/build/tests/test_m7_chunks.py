@@ -1,0 +1,46 @@
+from built.blocks import BlockManager, Sequence
+from built.generate import generate
+from built.scheduler import Scheduler
+
+
+def test_a_long_prompt_is_computed_beside_the_tokens_of_others():
+    scheduler = Scheduler(BlockManager(20, 4), max_num_seqs=9, max_num_batched_tokens=8)
+    a, b = Sequence("A", list(range(3)), 9), Sequence("B", list(range(50, 65)), 9)
+    scheduler.waiting += [a, b]
+    steps = []
+    for _ in range(4):
+        batch = scheduler.schedule()
+        steps.append([(seq.request_id, count) for seq, count in batch])
+        for seq, count in batch:
+            seq.num_computed += count
+            if seq.num_computed == len(seq.token_ids):
+                seq.token_ids.append(0)
+    assert steps == [[("A", 3), ("B", 5)], [("A", 1), ("B", 7)], [("A", 1), ("B", 3)], [("A", 1), ("B", 1)]]
+
+
+def test_a_chunk_takes_only_the_blocks_that_it_writes_to():
+    scheduler = Scheduler(BlockManager(20, 4), max_num_seqs=9, max_num_batched_tokens=6)
+    scheduler.waiting.append(seq := Sequence("A", list(range(15)), 9))
+    scheduler.schedule()
+    assert len(seq.block_table) == 2
+
+
+def test_the_rest_of_a_prompt_that_has_begun_keeps_its_blocks_free():
+    scheduler = Scheduler(BlockManager(5, 4), max_num_seqs=9, max_num_batched_tokens=6)
+    scheduler.waiting += [Sequence("A", list(range(15)), 9), Sequence("B", list(range(50, 56)), 9)]
+    (first,) = scheduler.schedule()
+    first[0].num_computed = 6
+    assert [seq.request_id for seq, _ in scheduler.schedule()] == ["A"]
+    assert [seq.request_id for seq in scheduler.waiting] == ["B"], "of 5 blocks, A needs 4, and B needs 2"
+
+
+def test_no_step_is_larger_than_the_budget_and_no_answer_changes(model, prompts, start, run):
+    engine = start(num_blocks=14, max_num_batched_tokens=7, max_num_seqs=5)
+    sizes, forward = [], engine.model.forward
+    engine.model.forward = lambda ids, *args, **options: sizes.append(len(ids)) or forward(ids, *args, **options)
+    requests = prompts([5, 23, 2, 30, 13])
+    for number, prompt in enumerate(requests):
+        engine.add_request(str(number), prompt, max_tokens=9)
+    tokens = run(engine)
+    assert max(sizes) == 7
+    assert [tokens[str(number), 0] for number in range(5)] == [generate(model, prompt, 9) for prompt in requests]
