@@ -28,9 +28,9 @@ class Scheduler:
         raise NotImplementedError("milestone 6")
 
     def admit(self) -> bool:
-        """Let the first waiting sequence run, if there are places for it and its forks, and blocks for all its tokens,
-        beside those that the tokens of running sequences still need. Otherwise, a long prompt would start only to be
-        preempted. Known blocks of its prefix that are in use cost nothing. Returns: whether it runs."""
+        """Let the first waiting sequence run, if there are places for it and its forks, and free blocks for all its
+        tokens: otherwise, a long prompt would start only to be preempted. Known blocks of its prefix that are in use
+        cost nothing. Returns: whether it runs."""
         raise NotImplementedError("milestone 6")
 
     def preempt(self, seq: Sequence) -> None:

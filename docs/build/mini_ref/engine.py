@@ -52,9 +52,9 @@ class Engine:
         Raises: ValueError if the request cannot run, or if another one has its id.
         """
         if any(seq.request_id == request_id for seq in (*self.scheduler.waiting, *self.running)):
-            raise ValueError(f"{request_id}: a request has this id")
+            raise ValueError(f"{request_id}: another request has this id")
         if not prompt_ids or max_tokens < 1 or len(prompt_ids) + max_tokens > self.max_len:
-            raise ValueError(f"{request_id}: prompt and max_tokens: at least 1 each, at most {self.max_len} together")
+            raise ValueError(f"{request_id}: prompt and max_tokens must be 1 or more, {self.max_len} together at most")
         if not all(token in range(self.model.vocab_size) for token in prompt_ids):
             raise ValueError(f"{request_id}: the tokens of the prompt must be 0 to {self.model.vocab_size - 1}")
         if not 1 <= n <= self.scheduler.max_num_seqs or not temperature >= 0:

@@ -39,17 +39,16 @@ class Scheduler:
         return batch
 
     def admit(self) -> bool:
-        """Let the first waiting sequence run, if there are places for it and its forks, and blocks for all its tokens,
-        beside those that the tokens of running sequences still need. Otherwise, a long prompt would start only to be
-        preempted. Known blocks of its prefix that are in use cost nothing. Returns: whether it runs."""
+        """Let the first waiting sequence run, if there are places for it and its forks, and free blocks for all its
+        tokens: otherwise, a long prompt would start only to be preempted. Known blocks of its prefix that are in use
+        cost nothing. Returns: whether it runs."""
         if not self.waiting:
             return False
         seq = self.waiting[0]
         prefix = self.blocks.find_prefix(seq)
         places = sum(1 + len(each.forks) for each in [*self.running, seq])
-        reserved = sum(self.blocks.blocks_for(len(each.token_ids)) - len(each.block_table) for each in self.running)
         needed = self.blocks.blocks_for(len(seq.token_ids)) - sum(block in self.blocks.ref_counts for block in prefix)
-        if places > self.max_num_seqs or needed + reserved > self.blocks.num_free:
+        if places > self.max_num_seqs or needed > self.blocks.num_free:
             return False
         self.running.append(self.waiting.popleft())
         self.blocks.share(seq, prefix, len(prefix) * self.blocks.block_size)

@@ -25,13 +25,11 @@ def test_a_chunk_takes_only_the_blocks_that_it_writes_to():
     assert len(seq.block_table) == 2
 
 
-def test_the_rest_of_a_prompt_that_has_begun_keeps_its_blocks_free():
-    scheduler = Scheduler(BlockManager(5, 4), max_num_seqs=9, max_num_batched_tokens=6)
-    scheduler.waiting += [Sequence("A", list(range(15)), 9), Sequence("B", list(range(50, 56)), 9)]
-    (first,) = scheduler.schedule()
-    first[0].num_computed = 6
-    assert [seq.request_id for seq, _ in scheduler.schedule()] == ["A"]
-    assert [seq.request_id for seq in scheduler.waiting] == ["B"], "of 5 blocks, A needs 4, and B needs 2"
+def test_a_long_prompt_needs_blocks_for_all_its_tokens_to_start():
+    scheduler = Scheduler(BlockManager(4, 4), max_num_seqs=9, max_num_batched_tokens=6)
+    scheduler.waiting += [Sequence("A", list(range(3)), 9), Sequence("B", list(range(50, 64)), 9)]
+    assert [(seq.request_id, count) for seq, count in scheduler.schedule()] == [("A", 3)]
+    assert scheduler.waiting[0].request_id == "B" and scheduler.waiting[0].block_table == []
 
 
 def test_no_step_is_larger_than_the_budget_and_no_answer_changes(model, prompts, start, run):
