@@ -26,17 +26,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several processes run tests: a thread
     atexit.register(lambda: os.getpid() == this_process and os._exit(0))
 
 import pytest
-import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job of a shell: some tests send Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as with nohup: programs that tests start would inherit it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on the CPU, in numpy
-
-from nanopage.weights import hub
 
 sys.dont_write_bytecode = False  # the next run need not compile the tests again
 gc.disable()  # until all tests are collected: nothing that is imported becomes garbage
@@ -57,6 +51,11 @@ RAY = {"test_replicas", "test_ray_link", "test_documents"}
 def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):  # pytest-xdist's order: the files with most tests first
         config.option.loadscopereorder = False
+    if getattr(config.option, "dist", "no") == "no":  # this process runs tests, and does not only hand them out
+        import torch  # takes a second
+
+        if not torch.cuda.is_available():
+            os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: its kernels then run on the CPU
 
 
 def pytest_unconfigure():
@@ -66,6 +65,8 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def default_model():
     """The directory of the real default model, SmolLM2-135M-Instruct (fetched on first use)."""
+    from nanopage.weights import hub
+
     return hub.default_model()
 
 
@@ -89,6 +90,8 @@ def _may_compile(request):
 @pytest.fixture(scope="module")
 def one_thread():
     """Tiny models are no faster on two threads, and on a busy machine far slower."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -107,6 +110,8 @@ def _own_log():
 @pytest.fixture(autouse=True)
 def _seeded():
     """Random tensors are the same in every run, so that no test fails now and then by a rare rounding."""
+    import torch
+
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # manual_seed would keep the traceback of each call for every kind of accelerator
@@ -144,6 +149,8 @@ def quick_collections():
 @pytest.fixture
 def compiled_graphs(monkeypatch):
     """The graphs that torch.compile makes from now on. A backend counts them and runs them as they are."""
+    import torch
+
     graphs = []
 
     def counting(graph, inputs):
@@ -164,6 +171,8 @@ def pytest_sessionfinish():
 
 
 def pytest_collection_modifyitems(items):
+    import torch
+
     items.sort(key=lambda item: 0 if (name := item.module.__name__) in FIRST else 1 if name in RAY else 2)
     if torch.cuda.is_available():  # Triton then compiles its kernels, which do not take tensors on the CPU
         marker, reason = "interpreter", "needs Triton's interpreter: CUDA_VISIBLE_DEVICES= pytest -m interpreter"

@@ -38,8 +38,7 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture
-def state(llm):
-    state = ServerState(["tiny", "alias"], llm=llm)
+def state(state, llm):
     yield state
     asyncio.run(at_rest(llm))
     thread = llm.engine_thread

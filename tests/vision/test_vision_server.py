@@ -36,7 +36,7 @@ def llm(directory):
     llm.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def app(llm):
     state = ServerState(["tiny"], llm=llm)
     return create_app(state, [], ["localhost"])
