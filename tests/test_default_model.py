@@ -104,7 +104,7 @@ def test_prompts_are_continued_token_for_token_as_by_generate(default_model, unc
     ours = [output.outputs[0].token_ids for output in outputs]
     differing = [i for i, (a, b) in enumerate(zip(ours, generated, strict=True)) if a != b]
     print(f"\n{len(prompts) - len(differing)} of {len(prompts)} equal, {sum(map(len, ours))} tokens")
-    assert differing == []
+    assert differing == [] and "Paris" in outputs[0].outputs[0].text
 
 
 @pytest.mark.skipif(not LONG, reason="starts three processes; runs with NANOPAGE_LONG_TESTS=1, tiny models always")
@@ -149,8 +149,9 @@ def test_bfloat16_stays_close_to_transformers(default_model, eager):
     assert worst < 0.5
 
 
+@pytest.mark.skipif(not LONG, reason="takes 5 s; runs with NANOPAGE_LONG_TESTS=1, tiny models always")
 def test_beam_search_finds_the_sequences_and_scores_of_transformers(reference, uncompiled):
-    width, count = 4, 24 if LONG else 10
+    width, count = 4, 24
     prompts = token_ids(uncompiled)[::2]  # transformers takes two seconds for each
     outputs = uncompiled.beam_search(prompts, BeamSearchParams(width=width, max_tokens=count), use_tqdm=False)
     options = {
@@ -176,12 +177,3 @@ def test_beam_search_finds_the_sequences_and_scores_of_transformers(reference, u
 def without_padding(token_ids: list[int], end: int = 2) -> list[int]:
     """Up to the first end-of-sequence token, which transformers repeats as padding."""
     return token_ids[: token_ids.index(end) + 1] if end in token_ids else token_ids
-
-
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16, "block_size": 8}], ids=["plain", "chunked"])
-def test_it_knows_the_capital_of_france(default_model, uncompiled, options):
-    # In bfloat16 the logits of the two likeliest first tokens differ by less than their rounding.
-    llm = load(default_model, eager=True, dtype="float32", **options) if options else uncompiled
-    (output,) = llm.chat([{"role": "user", "content": PROMPTS[0]}], SamplingParams(temperature=0, max_tokens=20))
-    assert "Paris" in output.outputs[0].text
-    assert output.outputs[0].finish_reason == "stop"

@@ -117,18 +117,19 @@ def test_every_text_that_ends_is_what_was_asked_for(engine, kind):
     assert len({output.text for output in ended}) > 1
 
 
-@pytest.mark.parametrize("name", ["password", "byte", "binary", "int64", "int32", "float", "double", "path", "my-own"])
-def test_formats_that_are_annotations_change_nothing(engine, name):
-    def schema(**form):
+def test_formats_that_are_annotations_change_nothing(engine):
+    def schema(form):
         number, text = {"type": "integer", "minimum": 1, "maximum": 9, **form}, {"enum": ["a", "b"], **form}
         properties = {"format": number, "b": {"anyOf": [text]}}
         shape = {"type": "object", "required": ["format", "b"], "additionalProperties": False}
         return shape | {"properties": properties}
 
-    with_formats, without = (
-        complete(engine, ask({"json": schema(**form)}, max_tokens=200)).outputs[0] for form in ({"format": name}, {})
-    )
-    assert with_formats.finish_reason == "stop" and with_formats.text == without.text
+    names = ["password", "byte", "binary", "int64", "int32", "float", "double", "path", "my-own"]
+    schemas = {"none": schema({}), **{name: schema({"format": name}) for name in names}}
+    requests = {name: ("the cat", ask({"json": each}, max_tokens=200)) for name, each in schemas.items()}
+    outputs = [output.outputs[0] for output in run(engine, requests).values()]
+    assert len({(output.finish_reason, output.text) for output in outputs}) == 1
+    assert outputs[0].finish_reason == "stop"
     with pytest.raises(ValueError, match="Unknown format: json-pointer"):
         complete(engine, ask({"json": {"type": "string", "format": "json-pointer"}}))
 
@@ -585,7 +586,7 @@ def test_a_grammar_that_would_compile_for_minutes_is_ended_with_its_process(engi
     constraint, kind = ENDLESS[name]
     process, before = engine.input_processor.grammars.process, peak_memory()
     process.stop()
-    monkeypatch.setattr(process.limits, "cpu_seconds", 0.5)
+    monkeypatch.setattr(process.limits, "cpu_seconds", 0.2)
     with pytest.raises(ValueError, match=rf"^structured_outputs.{kind}: too complex to compile: it (took|needs) more"):
         engine.add_request("endless", "a", ask(constraint))
     assert peak_memory() - before < 100 << 20

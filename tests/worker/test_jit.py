@@ -1,4 +1,3 @@
-import json
 from functools import partial
 
 import numpy as np
@@ -7,7 +6,7 @@ import torch
 from helpers import CPU, LONG, Paged, assert_all_close, random_tokens, reference_logits, tiny_hf_model
 from on_a_cpu import compile_pieces, make_sample_all
 
-from benchmarks.compile_parts import CONFIGS, run_module
+from benchmarks.compile_parts import run_module
 from nanopage.sampling.sampler import Sampler
 from nanopage.state.sampling_table import SamplingTable
 from nanopage.state.sequence_table import SequenceTable
@@ -56,26 +55,6 @@ def test_layers_with_experts_are_compiled_apart_from_those_without(
         for step in ({0: 8, 1: 4}, {0: 1}):
             paged.step(step)
     assert_all_close(paged.logits, reference_logits(hf_model, paged.sequences))
-
-
-def test_a_layer_launches_four_products_and_three_kernels_between_attentions(tmp_path):
-    """In the code that Inductor generates for an H100. Beside these, a layer launches what test_piecewise_graphs.py
-    counts: one kernel for rotation and cache, and those of attention."""
-    models = ("Llama-3.1-8B", *(["Qwen3-0.6B"] if LONG else []))
-    small = {"num_layers": 2, "pieces": ["between", *(["last"] if LONG else [])]}
-    requests = [{"model": str(CONFIGS / name), **small} for name in models]
-    found = run_module("benchmarks.generated_code", str(tmp_path), json.dumps(requests))
-    after = 3 * ["mm", "fused"]  # output, norm, gate and up, SiLU, down, sum
-    assert len(found) == len(models)
-    for pieces in found:
-        kinds = {
-            (piece["piece"], piece["tokens"]): ["mm" if "extern" in name else "fused" for name in piece["launches"]]
-            for piece in pieces
-        }
-        expected = {"between": [*after, "mm"]} | ({"last": after} if LONG else {})
-        assert kinds == {(piece, n): launched for piece, launched in expected.items() for n in (32, 1)}
-        products = {name for piece in pieces for name in piece["launches"] if "extern" in name}
-        assert products == {"extern_kernels.mm"}, "addmm would copy the residual first"
 
 
 @pytest.mark.skipif(not LONG, reason="Inductor compiles for 10 s; runs with NANOPAGE_LONG_TESTS=1")
