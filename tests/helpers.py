@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import tempfile
 import warnings
 from collections import defaultdict
 from multiprocessing import Pipe
@@ -66,6 +67,15 @@ _CORPUS = "the cat and the other dog went to the house in the morning, then they
 def examples(count: int) -> int:
     """How many random cases a test tries: `count` with NANOPAGE_LONG_TESTS=1, a third of them without."""
     return count if LONG else count // 3
+
+
+def by_field(tables) -> dict[str, list]:
+    """The values of each field. Args: pairs (fields, values that each of them has)."""
+    made = defaultdict(list)
+    for fields, values in tables:
+        for field in fields:
+            made[field] += values
+    return made
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -281,6 +291,17 @@ def tiny_t5(family: str = "t5", seed: int = 0, **config_overrides) -> PreTrained
     return model.eval()
 
 
+@functools.lru_cache(maxsize=100)
+def saved_model(family: str, dtype: torch.dtype | str, seed: int, overrides: str) -> dict[str, bytes]:
+    """The files of a `tiny_hf_model`, by their names. To make one takes longer than most tests use it.
+
+    Args: overrides: `config_overrides` as JSON.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        tiny_hf_model(family, dtype, seed, **json.loads(overrides)).save_pretrained(directory)
+        return {file.name: file.read_bytes() for file in Path(directory).iterdir()}
+
+
 def tiny_model(
     directory: Path,
     family: str = "llama",
@@ -291,7 +312,8 @@ def tiny_model(
     """Save a `tiny_hf_model` and its tokenizer as a Hugging Face directory. Returns the directory."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tiny_hf_model(family, dtype, seed, **config_overrides).save_pretrained(directory)
+    for name, content in saved_model(family, dtype, seed, json.dumps(config_overrides)).items():
+        (directory / name).write_bytes(content)
     save_tokenizer(directory)
     return directory
 
@@ -324,13 +346,19 @@ def run_chat(*arguments, stdin: str | bytes = "") -> Result:
         logger.handlers = handlers
 
 
+def finish(engine) -> dict:
+    """Run an engine until all requests have ended. Returns: the last RequestOutput of each, by its id."""
+    outputs = {}
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    return outputs
+
+
 def run_together(engine, *prompts, params):
     """Run prompts to their ends, all at once. Returns their RequestOutputs."""
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
+    outputs = finish(engine)
     return [outputs[str(i)] for i in range(len(prompts))]
 
 

@@ -24,6 +24,7 @@ from helpers import (
     Paged,
     assert_all_close,
     assert_close_but_for_rounding,
+    finish,
     random_tokens,
     reference_logits,
     tiny_model,
@@ -213,10 +214,8 @@ def compiled_in(engine) -> aot.Compiled | None:
 def run(engine) -> list[list[int]]:
     for i, prompt in enumerate(random_tokens([17, 1, 8])):
         engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    done = {}
-    while engine.has_unfinished_requests():
-        done |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
-    return [done[str(i)] for i in range(3)]
+    outputs = finish(engine)
+    return [outputs[str(i)].outputs[0].token_ids for i in range(3)]
 
 
 ASK = """
@@ -488,9 +487,7 @@ def test_a_decode_by_itself_gives_the_same_tokens(model, directory, params, alon
         engine = engine_of(model, enforce_eager=eager)
         steps = None if eager else Steps(compiled_in(engine))
         engine.add_request("0", [5, 6, 7], SamplingParams(max_tokens=12, ignore_eos=True, **params))
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
-        outputs.append(output.outputs[0].token_ids)
+        outputs.append(finish(engine)["0"].outputs[0].token_ids)
     has_head = compiled_in(engine).head is not None
     assert outputs[0] == outputs[1]
     assert steps[0] == (1, False) and steps[1:] == [(1, alone and has_head)] * 11
@@ -505,13 +502,11 @@ def test_embeddings_in_place_of_tokens_give_the_same_tokens(model, directory):
     for tokens in random_tokens([1, 17]):
         engine.add_request("tokens", tokens, params)
         engine.add_request("embeds", {"prompt_embeds": rows[tokens]}, params)
-        done = {}
-        while engine.has_unfinished_requests():
-            done |= {output.request_id: output.outputs[0].token_ids for output in engine.step()}
+        done = finish(engine)
         engine.add_request("alone", {"prompt_embeds": rows[tokens]}, params)
-        while engine.has_unfinished_requests():
-            (alone,) = engine.step()
-        assert done["tokens"] == done["embeds"] == alone.outputs[0].token_ids
+        done |= finish(engine)
+        tokens = [output.outputs[0].token_ids for output in done.values()]
+        assert tokens == 3 * tokens[:1]
 
 
 @pytest.mark.parametrize("lengths", [[21], [17, 1, 8], [40, 40], [2], [1, 1], [1, 1, 1]], ids=str)

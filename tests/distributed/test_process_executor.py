@@ -14,14 +14,13 @@ import programs
 import psutil
 import pytest
 import torch.distributed as dist
-from helpers import ForkedLink, random_tokens, tiny_model
+from helpers import ForkedLink, finish, random_tokens, tiny_model
 
 from nanopage import AsyncLLM, EngineArgs, EngineConfig, LLMEngine, SamplingParams
 from nanopage.aio.async_llm import EngineDeadError
 from nanopage.build import build_engine
 from nanopage.distributed import messages, process_executor
 from nanopage.distributed.process_executor import ProcessExecutor
-from nanopage.outputs import RequestOutput
 from nanopage.startup import worker as startup
 from nanopage.startup.worker import build_worker
 from nanopage.step import Batch, WorkerDiedError
@@ -53,13 +52,6 @@ def add_requests(engine: LLMEngine, count: int = 3) -> None:
         engine.add_request(str(i), {"prompt_token_ids": prompt}, LONG_ANSWER)
 
 
-def run(engine: LLMEngine) -> dict[str, RequestOutput]:
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-    return outputs
-
-
 def pids(engine: LLMEngine) -> list[int]:
     return [getattr(link, "pid", None) or link.process.pid for link in engine.executor.links]
 
@@ -78,7 +70,7 @@ def test_workers_start_answer_and_end(model):
     """Processes of their own, as a user has them; the others of this file are forks."""
     alone = build_engine(config(model, tensor_parallel_size=1))
     add_requests(alone)
-    expected = run(alone)
+    expected = finish(alone)
     engine = build_engine(config(model, distributed_executor_backend="mp"))
     processes = pids(engine)
     assert len(set(processes)) == 2 and os.getpid() not in processes
@@ -87,7 +79,7 @@ def test_workers_start_answer_and_end(model):
         assert all(connection.laddr.ip in ("127.0.0.1", "::1") for connection in listening)
         assert process.environ()["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
     add_requests(engine)
-    answers = run(engine)
+    answers = finish(engine)
     assert [answers[key].outputs[0].token_ids for key in "012"] == [expected[key].outputs[0].token_ids for key in "012"]
     engine.shutdown()
     assert gone(processes)
@@ -98,7 +90,7 @@ def test_workers_start_answer_and_end(model):
 def test_one_worker_may_have_a_process(model, forked):
     engine = build_engine(config(model, tensor_parallel_size=1, distributed_executor_backend="mp"))
     add_requests(engine)
-    assert len(run(engine)) == 3
+    assert len(finish(engine)) == 3
     engine.shutdown()
 
 
@@ -112,7 +104,7 @@ def test_a_killed_worker_ends_every_request_with_an_error_that_names_it(model, f
     for _ in range(4):
         engine.step()
     os.kill(processes[victim], signal.SIGKILL)
-    outputs = run(engine)
+    outputs = finish(engine)
     assert {output.error for output in outputs.values()} == {f"rank {victim} of 2: was killed by SIGKILL"}
     assert [len(outputs[key].outputs[0].token_ids) > 0 for key in "012"] == [True] * 3  # nothing is taken back
     assert gone(processes)
@@ -132,7 +124,7 @@ def test_a_stopped_worker_is_noticed(model, forked, victim, monkeypatch):
     add_requests(engine)
     engine.step()
     os.kill(processes[victim], signal.SIGSTOP)
-    outputs = run(engine)
+    outputs = finish(engine)
     assert all(f"rank {victim} of 2: it has not answered" in output.error for output in outputs.values())
     assert gone(processes)
 
@@ -162,7 +154,7 @@ def test_an_exception_in_a_worker_is_the_error_of_every_request(model, forked, v
     engine = build_engine(config(model, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1]))
     processes = pids(engine)
     add_requests(engine)
-    outputs = run(engine)
+    outputs = finish(engine)
     assert {output.error for output in outputs.values()} == {f"rank {victim} of 2: ZeroDivisionError: made up"}
     assert gone(processes)
 
@@ -236,7 +228,7 @@ def test_the_exception_of_a_worker_that_is_gone_is_not_lost(model, forked, monke
     while engine.executor.links[0].ended() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     add_requests(engine)
-    assert all("rank 0 of 1: RuntimeError: no rest" in output.error for output in run(engine).values())
+    assert all("rank 0 of 1: RuntimeError: no rest" in output.error for output in finish(engine).values())
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGTERM, "SIGTERM"), (40, "signal 40")])
@@ -263,7 +255,7 @@ def test_every_worker_has_as_many_blocks_as_the_smallest(model, forked, monkeypa
     assert engine.capacity.num_blocks == 20
     assert engine.max_model_len == 320
     add_requests(engine)
-    assert not any(output.error for output in run(engine).values())
+    assert not any(output.error for output in finish(engine).values())
     engine.shutdown()
 
 
@@ -282,7 +274,7 @@ def test_two_engines_live_side_by_side(model, forked):
     assert first == second
     os.kill(pids(engines[0])[0], signal.SIGKILL)
     add_requests(engines[1])
-    assert not any(output.error for output in run(engines[1]).values())
+    assert not any(output.error for output in finish(engines[1]).values())
     for engine in engines:
         engine.shutdown()
 
@@ -308,7 +300,7 @@ def test_results_of_discarded_steps_are_never_returned(model, forked):
     engine.shutdown()
     alone = build_engine(config(model, tensor_parallel_size=1))
     add_requests(alone)
-    expected = run(alone)
+    expected = finish(alone)
     assert [outputs[key].outputs[0].token_ids for key in "012"] == [expected[key].outputs[0].token_ids for key in "012"]
 
 
@@ -332,7 +324,7 @@ def test_pings_are_some_time_apart(model, forked, monkeypatch):
 
     engine.executor._send = count
     add_requests(engine)
-    run(engine)
+    finish(engine)
     engine.shutdown()
     assert len(pings) > 3
     assert min(later - earlier for earlier, later in pairwise(pings)) >= 0.02
@@ -352,7 +344,7 @@ def test_ctrl_c_within_a_message_ends_the_workers(model, forked, monkeypatch, me
     monkeypatch.setattr(Connection, method, interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert all("Ctrl-C interrupted a message" in output.error for output in run(engine).values())
+    assert all("Ctrl-C interrupted a message" in output.error for output in finish(engine).values())
     assert all(link.ended() for link in engine.executor.links)
 
 
@@ -414,24 +406,24 @@ SCRIPT = """
 import sys
 from nanopage import LLM, SamplingParams
 llm = LLM(sys.argv[1], device="cpu", max_model_len=64, num_gpu_blocks_override=16, enforce_eager=True,
-          pipeline_parallel_size=2)
+          distributed_executor_backend="mp", pipeline_parallel_size=int(sys.argv[2]))
 print(*[link.process.pid for link in llm.engine.executor.links], flush=True)
-if sys.argv[2] == "waits":
+if sys.argv[3] == "waits":
     sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("how", ["returns", "waits"])
-def test_no_worker_outlives_its_engine(model, tmp_path, how):
+@pytest.mark.parametrize(("num_workers", "how"), [(1, "returns"), (2, "waits")])
+def test_no_worker_outlives_its_engine(model, tmp_path, num_workers, how):
     """Whether the program ends without a word or is killed. It has no guard of __main__, as `spawn` would need."""
     (tmp_path / "script.py").write_text(SCRIPT)
     process = subprocess.Popen(
-        ["true"], preexec_fn=programs.forked(tmp_path / "script.py", model, how, env=os.environ | ENV),
+        ["true"], preexec_fn=programs.forked(tmp_path / "script.py", model, num_workers, how, env=os.environ | ENV),
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     with process:
         workers = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(workers) == 2
+        assert len(workers) == num_workers
         if how == "waits":
             process.kill()
         process.communicate(timeout=60)

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import EOS, VOCAB_SIZE, tiny_model
+from helpers import EOS, VOCAB_SIZE, finish, tiny_model
 from safetensors.torch import load_file, save_file
 
 from nanopage import BeamSearchParams, EngineConfig, LLMEngine, SamplingParams
@@ -36,13 +36,6 @@ def run(engine, **requests) -> dict:
     for name, (prompt, params) in requests.items():
         engine.add_request(name, prompt, params)
     return finish(engine)
-
-
-def finish(engine) -> dict:
-    done = {}
-    while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return done
 
 
 def fail_once(monkeypatch, engine) -> None:

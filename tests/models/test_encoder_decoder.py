@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from asgi import call
-from helpers import CPU, EOS, LONG, Paged, assert_all_close, random_tokens, save_tokenizer, tiny_bart, tiny_t5
+from helpers import CPU, EOS, LONG, Paged, assert_all_close, finish, random_tokens, save_tokenizer, tiny_bart, tiny_t5
 from test_models import all_decoded_together, chunks_and_decodes_mixed, each_alone_then_decoded, packed
 
 from nanopage import LLM, AsyncLLM, BeamSearchParams, EngineArgs, SamplingParams
@@ -195,8 +195,7 @@ def test_greedy_answers_are_those_of_transformers_alone(models, name):
         engine.add_request(str(index), prompt, params, priority)
         for _ in range(4 if index == 1 else 0):
             answers |= {output.request_id: output for output in engine.step()}
-    while engine.has_unfinished_requests():
-        answers |= {output.request_id: output for output in engine.step()}
+    answers |= finish(engine)
     outputs = [answers[str(index)] for index in range(4)]
     assert [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs] == expected
     read = [prompt["encoder_prompt"]["prompt_token_ids"] for prompt in prompts]

@@ -546,9 +546,12 @@ def case(request, tmp_path_factory):
     return make_case(request.param, tmp_path_factory.mktemp("model"))
 
 
-# Without NANOPAGE_LONG_TESTS=1, the first case of each family and those with windows follow more than one plan.
-FIRST = {family: name for name, (family, _) in reversed(CASES.items())}
-MORE_PLANS = CASES if LONG else {*FIRST.values(), *WINDOWS}
+FIRST = {family: name for name, (family, _) in reversed(CASES.items())}  # case of each family
+# Without NANOPAGE_LONG_TESTS=1, more than one plan is for a plain family, and for those whose decodes differ: windows,
+# states, latent vectors, sinks.
+DECODED = ["llama", "mistral, window", "gemma3", "gpt_oss", "mixtral, window", "deepseek_v2", "deepseek_v3"]
+DECODED += ["qwen3_next", "qwen3_5", "lfm2", "mamba2", "granitemoehybrid", "qwen2, window in the last layers"]
+MORE_PLANS = CASES if LONG else dict.fromkeys([*DECODED, *WINDOWS])
 
 
 @pytest.mark.parametrize("plan", [each_alone_then_decoded, chunks_and_decodes_mixed], ids=lambda plan: plan.__name__)
@@ -560,11 +563,6 @@ def test_logits_of_every_position_equal_transformers(case, plan):
     assert_all_close(paged.run(plan), case.expected)
 
 
-# Without NANOPAGE_LONG_TESTS=1, a plain family and those whose decodes differ: windows, states, latent vectors, sinks.
-DECODED = ["llama", "mistral, window", "gemma3", "gpt_oss", "mixtral, window", "deepseek_v2", "deepseek_v3"]
-DECODED += ["qwen3_next", "qwen3_5", "lfm2", "mamba2", "granitemoehybrid", "qwen2, window in the last layers"]
-
-
 @pytest.mark.parametrize("name", CASES if LONG else DECODED)
 def test_so_do_those_of_sequences_that_are_only_decoded(name, tmp_path):
     case = make_case(name, tmp_path, LENGTHS if LONG else LENGTHS[:-1])
@@ -572,7 +570,7 @@ def test_so_do_those_of_sequences_that_are_only_decoded(name, tmp_path):
     assert_all_close(paged.run(all_decoded_together), case.expected)
 
 
-@pytest.mark.parametrize("name", CASES if LONG else FIRST.values())
+@pytest.mark.parametrize("name", CASES if LONG else DECODED)
 def test_logits_of_weights_that_are_not_packed_equal_transformers(name, tmp_path):
     case = make_case(name, tmp_path)
     paged = Paged(case.directory, case.sequences)
@@ -681,7 +679,7 @@ def plain_logits(family, fields, lengths):
     return reference_logits(tiny_hf_model(family, **json.loads(fields)), random_tokens(lengths))
 
 
-@pytest.mark.parametrize("name", [*WINDOWS, *ROPES, *OPTIONS])
+@pytest.mark.parametrize("name", [*OPTIONS, *([*WINDOWS, *ROPES] if LONG else [])])
 def test_the_reference_applies_the_option_and_so_do_we(tmp_path, name):
     family, overrides = (CASES | OPTIONS)[name]
     plain = {
@@ -853,35 +851,25 @@ def test_a_config_as_transformers_4_wrote_it_means_the_same(case, tmp_path):
     assert config_from_dict(config) == new
 
 
+IN_BFLOAT16 = {
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "gemma2": ("gemma2", {"attn_logit_softcapping": 5.0}),
+    "gemma4": ("gemma4_text", {"hidden_size_per_layer_input": 12}),
+    "mamba2": ("mamba2", {}),
+}
+if LONG:
+    IN_BFLOAT16 |= {
+        **{family: (family, {}) for family in ("qwen2", "qwen3", "olmo2")},
+        "llama, mlp bias": ("llama", {"mlp_bias": True}),
+        "gemma3": ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
+    }
+
+
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 on this CPU")
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        ("llama", {"tie_word_embeddings": True}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("qwen3_5_text", {}),
-        ("llama", {"mlp_bias": True}),
-        ("gemma2", {"attn_logit_softcapping": 5.0}),
-        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"]}),
-        ("gemma4_text", {"hidden_size_per_layer_input": 12}),
-        ("olmo2", {}),
-        ("mamba2", {}),
-    ],
-    ids=[
-        "llama, tied",
-        "qwen2",
-        "qwen3",
-        "qwen3_5",
-        "llama, mlp bias",
-        "gemma2",
-        "gemma3",
-        "gemma4",
-        "olmo2",
-        "mamba2",
-    ],
-)
-def test_bfloat16_with_packed_weights_is_as_close_to_float32_as_transformers_is(tmp_path, family, overrides):
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_bfloat16_with_packed_weights_is_as_close_to_float32_as_transformers_is(tmp_path, name):
+    family, overrides = IN_BFLOAT16[name]
     # A smaller spread of the weights than elsewhere, so that rounding does not grow from layer to layer.
     tiny_model(tmp_path, family, torch.bfloat16, initializer_range=0.08, **overrides)
     sequences = random_tokens(LENGTHS if LONG else LENGTHS[:-1])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import CPU, LONG, ForkedLink, Paged, assert_all_close, random_tokens, save_tokenizer, tiny_whisper
+from helpers import CPU, LONG, ForkedLink, Paged, assert_all_close, finish, random_tokens, save_tokenizer, tiny_whisper
 from test_models import all_decoded_together, chunks_and_decodes_mixed, each_alone_then_decoded, packed
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
@@ -172,8 +172,7 @@ def test_greedy_answers_are_those_of_transformers_alone(model, name):
         engine.add_request(str(index), prompt, params, priority)
         for _ in range(4 if index == 1 else 0):
             answers |= {output.request_id: output for output in engine.step()}
-    while engine.has_unfinished_requests():
-        answers |= {output.request_id: output for output in engine.step()}
+    answers |= finish(engine)
     assert [list(answers[str(index)].outputs[0].token_ids) for index in range(4)] == expected
     assert (engine.scheduler.queues.num_preemptions > 0) == ("scheduling_policy" in OPTIONS[name])
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from encoders import write_modules
-from helpers import save_tokenizer, tiny_hf_model, tiny_model
+from helpers import finish, save_tokenizer, tiny_hf_model, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
@@ -84,8 +84,7 @@ def test_a_preemption_changes_no_embedding(model, preemption_mode, pooling):
     engine.step()
     engine.step()
     engine.add_request("1", prompts[1], PoolingParams(), priority=0)
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
+    outputs |= finish(engine)
     assert engine.scheduler.queues.num_preemptions == 1
     for i in range(2):
         assert np.abs(outputs[str(i)].pooled - expected[i]).max() < 1e-5

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import BytesExecutor, tiny_model
+from helpers import BytesExecutor, finish, tiny_model
 
 from nanopage import EngineConfig, SamplingParams, StructuredOutputsParams
 from nanopage.build import build_engine
@@ -22,10 +22,7 @@ def run(model, requests, **options):
     engine = build_engine(EngineConfig(model=str(model), **defaults | {"enforce_eager": True} | options))
     for name, params in requests.items():
         engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
-    done = {}
-    while engine.has_unfinished_requests():
-        done |= {output.request_id: output for output in engine.step() if output.finished}
-    return done
+    return finish(engine)
 
 
 def count_up(output, logits):

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from helpers import random_tokens, tiny_model
+from helpers import finish, random_tokens, tiny_model
 from transformers import AutoModelForCausalLM
 
 from nanopage import EngineConfig, SamplingParams
@@ -26,9 +26,8 @@ def model(tmp_path_factory):
 def run(engine, prompt):
     """Run a request. Returns: the tokens of its output, and how many of its prompt were cached."""
     engine.add_request("0", {"prompt_token_ids": prompt}, GREEDY)
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-    return outputs[0].outputs[0].token_ids, outputs[0].num_cached_tokens
+    output = finish(engine)["0"]
+    return output.outputs[0].token_ids, output.num_cached_tokens
 
 
 def make_engine(model, **options):

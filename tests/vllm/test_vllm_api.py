@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from helpers import CHAT_TEMPLATE, tiny_model
+from helpers import CHAT_TEMPLATE, finish, tiny_model
 from typer.testing import CliRunner
 
 import nanopage
@@ -499,8 +499,7 @@ def test_engine_arguments_make_an_engine(path):
     assert isinstance(args, EngineConfig)
     engine = LLMEngine.from_engine_args(args)
     engine.add_request("a", "the cat", GREEDY)
-    while engine.has_unfinished_requests():
-        (output,) = engine.step()
+    output = finish(engine)["a"]
     assert len(output.outputs[0].token_ids) == 6
     again = LLM(**dataclasses.asdict(args))
     assert tokens(again.generate("the cat", GREEDY)) == tokens([output])

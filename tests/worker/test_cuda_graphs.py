@@ -7,7 +7,7 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import finish, tiny_model
 from on_a_cpu import graphs_for, make_sample_all
 
 from nanopage import EngineConfig, SamplingParams
@@ -69,12 +69,9 @@ def graphs_of(engine):
 def outputs_of(engine, requests=MIXED):
     for i, params in enumerate(requests):
         engine.add_request(str(i), {"prompt_token_ids": [1 + i, 9, 20 + 3 * i, 30]}, params)
-    done = {}
-    while engine.has_unfinished_requests():
-        done |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
-    return [
-        (done[str(i)].token_ids, done[str(i)].logprobs and len(done[str(i)].logprobs)) for i in range(len(requests))
-    ]
+    outputs = finish(engine)
+    completions = [outputs[str(i)].outputs[0] for i in range(len(requests))]
+    return [(each.token_ids, each.logprobs and len(each.logprobs)) for each in completions]
 
 
 @pytest.mark.parametrize(
@@ -135,8 +132,7 @@ def test_log_probabilities_are_float32_on_both_ways(model):
     tables = []
     for engine in engines:
         engine.add_request("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=2))
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
+        output = finish(engine)["a"]
         tables.append([p.logprob for table in output.outputs[0].logprobs for p in table.values()])
     assert tables[0] == tables[1]
     assert tables[0] != torch.tensor(tables[0]).bfloat16().tolist()
@@ -188,8 +184,7 @@ def test_a_completion_that_was_forked_decodes_on_static_buffers(model):
 
     def outputs(engine):
         engine.add_request("a", {"prompt_token_ids": list(range(3, 17))}, params)
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
+        output = finish(engine)["a"]
         return [completion.token_ids for completion in output.outputs]
 
     engine = static(make_engine(model, block_size=4))
@@ -240,10 +235,7 @@ def test_hundreds_of_sequences_decode_on_static_buffers(model):
     def tokens(engine):
         for i, params in enumerate(requests):
             engine.add_request(str(i), [1 + i % 290, 1 + i // 290], params)
-        outputs = {}
-        while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
-        return outputs
+        return {name: output.outputs[0].token_ids for name, output in finish(engine).items()}
 
     options = {"max_num_seqs": 600, "max_model_len": 16, "num_gpu_blocks_override": 600}
     engine, sizes = static(make_engine(model, **options)), []

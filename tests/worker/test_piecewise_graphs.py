@@ -10,6 +10,7 @@ from helpers import (
     TEMPERATURE,
     Paged,
     assert_all_close,
+    finish,
     random_tokens,
     reference_logits,
     tiny_hf_model,
@@ -194,8 +195,7 @@ def test_log_probabilities_of_prompts_are_those_of_an_eager_step(model):
     def tables(engine):
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, prompt_logprobs=2, logprobs=2)
         engine.add_request("a", [5, 6, 7, 8, 9], params)
-        while engine.has_unfinished_requests():
-            (output,) = engine.step()
+        output = finish(engine)["a"]
         return [{i: p.logprob for i, p in table.items()} for table in output.prompt_logprobs[1:]]
 
     for ours, plain in zip(tables(in_pieces(make_engine(model))), tables(make_engine(model)), strict=True):
