@@ -27,7 +27,7 @@ from tokenizers.models import Unigram
 from nanopage import escaped
 from nanopage.terminal.text import say_error
 
-ATTACKS = os.environ.get("NANOPAGE_ATTACKS", "15")
+ATTACKS = os.environ.get("NANOPAGE_ATTACKS", "10")
 KINDS = ["gguf", "safetensors", "json", "tokenizer", "gguf-values", "encoder", "strings", "encoder-strings"]
 HANGS = 120  # seconds; a case takes some hundredths
 

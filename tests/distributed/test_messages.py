@@ -7,7 +7,7 @@ import random
 import msgspec
 import numpy as np
 import pytest
-from helpers import tiny_model
+from helpers import examples, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -103,7 +103,7 @@ def returned(result: BatchResult) -> BatchResult:
     return message.result
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(batches)
 def test_a_batch_comes_back_as_it_was(batch):
     back = sent(batch)
@@ -111,7 +111,7 @@ def test_a_batch_comes_back_as_it_was(batch):
     assert repr(back) == repr(batch), "with the same types, and dicts in the same order"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(results)
 def test_a_result_comes_back_as_it_was(result):
     back = returned(result)
@@ -245,7 +245,7 @@ def test_random_damage_is_refused_or_read_as_a_message():
     assert refused > 1000
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.binary(max_size=64))
 def test_arbitrary_bytes_are_refused_or_read(data):
     for read, kind in ((decode_to_worker, ToWorker), (decode_from_worker, FromWorker)):

@@ -33,7 +33,7 @@ from nanopage.weights import loader
 from nanopage.worker.eager import Eager
 
 VISITS = 5 if os.environ.get("NANOPAGE_ATTACKS", "0") != "0" else 0  # of every line; 0: one visit of SOME
-SOME = 6
+SOME = 4
 PACKAGE = Path(nanopage.__file__).parent
 ENGINE = [PACKAGE / "engine", PACKAGE / "text"]
 WORKER = [PACKAGE / name for name in ("worker", "sampling", "models", "layers", "kernels", "device.py")]

@@ -1092,7 +1092,7 @@ requests_for_several = st.fixed_dictionaries(
     windows=st.sampled_from([(None,), (None,), (1,), (4,), (None, 3), (None, 1, 6, 6)]),
     asked=st.lists(requests_for_several, min_size=1, max_size=5),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_what_batches_say_is_all_that_a_worker_needs_to_know(
     num_blocks, block_size, max_num_seqs, budget, caching, num_host_blocks, mode, overlap, windows, asked
 ):

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from asgi import call
 from encoders import tiny_encoder
-from programs import ROOT
+from programs import forked
 from server_process import serving
 
 from nanopage.server import model_process, models, residents, streaming
@@ -432,8 +432,8 @@ def test_models_of_different_kinds_side_by_side(model, tmp_path, monkeypatch):
 def test_the_process_of_a_model_ends_with_the_server_that_has_started_it(model, tmp_path):
     options = vars(parser().parse_args([])) | {"model_tag": str(model), "served_model_name": ["a"], "device": "cpu"}
     options |= {"uds": str(tmp_path / "socket"), "max_model_len": 128, "enforce_eager": True}
-    command = [sys.executable, "-m", "nanopage.server.one_model", "a"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    program, pipes = forked("nanopage.server.one_model", "a"), {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["one_model"], preexec_fn=program, text=True, **pipes) as process:
         process.stdin.write(json.dumps(options) + "\n")
         process.stdin.flush()
         assert process.stdout.readline().startswith("ready: ")

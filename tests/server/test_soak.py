@@ -22,7 +22,7 @@ from nanopage.server.app import create_app
 from nanopage.server.state import ServerState
 from nanopage.view.invariants import check_blocks
 
-SECONDS = float(os.environ.get("NANOPAGE_SOAK", "3"))
+SECONDS = float(os.environ.get("NANOPAGE_SOAK", "2"))
 NUM_CLIENTS = int(os.environ.get("NANOPAGE_SOAK_CLIENTS", "60"))
 OPTIONS = {"dtype": "float64", "device": "cpu", "max_model_len": 128, "num_gpu_blocks_override": 1024, "block_size": 8}
 WORDS = ["the", "cat", "and", "dog", "in", "a", "house", "é", "…"]
