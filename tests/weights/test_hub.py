@@ -312,21 +312,21 @@ class TestMakingTheDefaultModel:
         loader.load_model(directory, config, torch.bfloat16, torch.device("cpu"))
         assert Tokenizer(directory).encode(TEXTS[4]) == SMOLLM.original.encode(TEXTS[4]).ids
 
-    @pytest.mark.usefixtures("right_sha256")
+    @pytest.mark.usefixtures("without_pip")
     def test_is_done_once(self, models, monkeypatch):
         directory = hub.default_model()
         before = {path.name: path.stat().st_mtime_ns for path in directory.iterdir()}
-        monkeypatch.setenv("PIP_FIND_LINKS", "/nothing/there")
+        monkeypatch.setattr(hub, "_download", None)
         assert hub.default_model() == directory
         assert {path.name: path.stat().st_mtime_ns for path in directory.iterdir()} == before
 
-    @pytest.mark.usefixtures("right_sha256")
+    @pytest.mark.usefixtures("without_pip")
     def test_an_older_versions_sampling_settings_are_replaced_without_a_download(self, models, monkeypatch):
         new = hub.SAMPLING
         change(monkeypatch, sampling={"do_sample": True, "temperature": 0.6, "repetition_penalty": 1.1})
         directory = hub.default_model()
         assert default_sampling_params(directory).repetition_penalty == 1.1
-        monkeypatch.setenv("PIP_FIND_LINKS", "/nothing/there")
+        monkeypatch.setattr(hub, "_download", None)
         change(monkeypatch, sampling=new)
         assert hub.default_model() == directory
         assert hub.find_damage(directory) is None
@@ -357,7 +357,7 @@ class TestMakingTheDefaultModel:
             hub.default_model()
         assert left_in(models) == [LOCK]
 
-    @pytest.mark.usefixtures("right_sha256")
+    @pytest.mark.usefixtures("without_pip")
     @pytest.mark.parametrize(
         "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()], ids=["disk full", "Ctrl-C"]
     )
