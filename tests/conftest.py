@@ -119,6 +119,17 @@ def _seeded():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _one_template_process():
+    """Renders the templates of all tokenizers of this process: to start one takes longer than most tests."""
+    from nanopage.text import chat_template, tokenizer
+
+    renderer = chat_template.TemplateRenderer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "TemplateRenderer", lambda: renderer)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter():
     """At each call of a function in a kernel, Triton's interpreter replaces the whole language anew: once is enough."""
     if os.environ.get("TRITON_INTERPRET") != "1":

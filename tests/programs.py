@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 import nanopage
+from nanopage.text import chat_template, tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,6 +68,7 @@ def forget_the_tests() -> None:
     atexit._clear()
     for name in [name for name in sys.modules if name.startswith(("test_", "conftest"))]:
         del sys.modules[name]
+    tokenizer.TemplateRenderer = chat_template.TemplateRenderer  # the tests' belongs to another process
     weakref.finalize._registry.clear()
     weakref.finalize._registered_with_atexit = False
     gc.freeze()
