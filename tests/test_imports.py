@@ -1,6 +1,7 @@
 """Which part of nanopage may import which: read from the sources, and seen in a process of its own."""
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import os
@@ -93,15 +94,17 @@ RULES = {
 }
 
 
-def imported_modules(file):
+@functools.cache
+def imported_modules(file) -> list[str]:
     """Every module that `file` imports, at its top or in a function, and every name that could be one."""
-    package = ".".join(file.relative_to(ROOT).parent.parts)
+    package, names = ".".join(file.relative_to(ROOT).parent.parts), []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         if isinstance(node, ast.ImportFrom):
             module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
+            names += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def is_within(module, packages):
