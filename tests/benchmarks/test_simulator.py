@@ -329,7 +329,6 @@ def test_simulate_prints_tables_of_80_columns_and_writes_json(tmp_path, monkeypa
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.usefixtures("in_this_process")
 def test_the_fewest_replicas_of_a_goodput_are_found(tmp_path, costs_file):
     file = tmp_path / "result.json"
     common = ["--trace", MADE_UP, "--costs", costs_file, "--speed", 20, "--goodput", "ttft:3000", "--json", file]

@@ -101,8 +101,7 @@ def test_floors_are_those_of_a_sort(dtype, spread):
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lanes", [64, 256])
+@pytest.mark.parametrize(("lanes", "dtype"), [(64, torch.bfloat16), (256, torch.float32)], ids=str)
 def test_rows_are_read_again_only_below_the_tokens_that_were_kept(dtype, lanes, monkeypatch):
     """With few lanes nearly all is below the guard, which changes no result."""
     logits = random_logits(np.random.default_rng(0), 6, 600, 2.0, dtype)
@@ -168,8 +167,7 @@ def sampler_of(num_rows: int, vocab_size: int, find_floors=None, device=CPU) -> 
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab_size", [300, 2051])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(300, torch.float32), *((2051, each) for each in DTYPES)], ids=str)
 def test_a_cpu_and_the_kernel_sample_the_same_tokens(dtype, vocab_size):
     """Rows of every kind together, on the paths of a CPU and of a GPU."""
     rows, positions = np.arange(30), np.full(30, 3)
