@@ -111,7 +111,7 @@ def decode(executor, manager: BlockManager, context: int, chunk: int) -> tuple[i
     for start in range(0, context, chunk):
         grow(manager, start, min(start + chunk, context))
     new = NewSequence(0, [5] * (context + 1), context + 1, 0, SamplingSettings(temperature=0))
-    batch, seconds, num_sent = Batch(idle=True, new=[new]), [], 0
+    batch, seconds, num_sent = Batch(new=[new]), [], 0
     for step in range(NUM_STEPS):
         end = context + step + 1
         table = grow(manager, end - 1, end)

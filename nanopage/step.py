@@ -146,7 +146,6 @@ class Batch:
     `blocks`, and in `cleared` because the step fills only a part of it. The other fields are empty in such a step. Skip
     them for a first reading:
 
-    idle                 nothing runs, and no waiting request has output yet: a worker may change the way it runs steps
     swap_out, swap_in    [(block, host block)], [(host block, block)]: blocks to be copied to and from host memory
     copies               [(from, to)]: blocks to be copied on the device. All are read before any is written
     cleared              blocks to be filled with zeros. Ignored on a GPU (see KVCache.move)
@@ -162,7 +161,6 @@ class Batch:
     awaits_masks         whether more masks follow this batch (see `Executor.add_masks`)
     """
 
-    idle: bool = False
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)

@@ -58,8 +58,8 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority": requests with a lower `priority` go first, and may take the blocks of
             requests with a higher one.
         enforce_eager: compile and capture nothing. False: on a CPU, decoder layers in float32, or in bfloat16 if oneDNN
-            computes in it, are compiled in the background once the first requests have ended. They are used once the
-            engine is idle (see cpu/aot.py). On a GPU, they are compiled at start, and decode steps, and the compiled
+            computes in it, are compiled in the background once the first requests have ended, and used from then on
+            (see cpu/aot.py). On a GPU, they are compiled at start, and decode steps, and the compiled
             parts of other small steps, are captured as CUDA graphs (see worker/jit.py, worker/cuda_graphs.py and
             worker/piecewise_graphs.py).
         quantization: how weights are stored, if not as in the checkpoint. "int8" stores each weight of linear layers,

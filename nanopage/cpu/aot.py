@@ -53,17 +53,21 @@ from nanopage.worker.prompt_outputs import wants_prompt_logprobs
 logger = logging.getLogger("nanopage")
 
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
+LOOK_SECONDS = 1.0  # between two looks for compiled code
+BUSY_SECONDS = 30.0  # after which an engine that always has requests compiles beside them
 
 
 class Compiled:
     """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
 
-    Compiling starts when no request is left for the first time, because beside a step it would halve the step's speed.
-    It goes on after this process has ended: a program that asks one question ends before the code is ready, and the
-    next program finds the code. Compiled code rounds differently, so this class switches to it only while no request
-    runs. An engine that is never idle therefore stays eager. A damaged file is compiled again, once. Any other failure
-    to compile or load is logged once, and steps run eagerly from then on. With the environment variable
-    NANOPAGE_COMPILE=never, only code that exists is used.
+    Compiling starts when no request is left for the first time, because beside a step it slows the step down. If there
+    is always a request, it starts after half a minute. It goes on after this process has ended: a program that asks one
+    question ends before the code is ready, and the next program finds the code. The first step that finds the code uses
+    it, also in the middle of a request. That may change a near-tie, because compiled code rounds differently; but so
+    may any request that begins or ends beside it. Code in float64 is not compiled, and with `invariant` no step runs
+    eagerly, so what is promised for these holds. A damaged file is compiled again, once. Any other failure to compile
+    or load is logged once, and steps run eagerly from then on. With the environment variable NANOPAGE_COMPILE=never,
+    only code that exists is used.
 
     Args:
         config: the config of the same model.
@@ -107,6 +111,8 @@ class Compiled:
         self._log: Path | None = None  # gets what the process prints
         self._given_up = False
         self._damaged: set[str] = set()  # names of parts whose files were damaged
+        self._first_step: float | None = None  # when it ran
+        self._next_look = 0.0
         self.may_compile = may_compile()
         self._load_if_ready()
         if invariant and self.layers is None:
@@ -117,10 +123,15 @@ class Compiled:
                 raise RuntimeError(f"batch_invariant=True runs no step eagerly, and {error}") from None
 
     def fits(self, batch: Batch) -> bool:
-        if self.layers is None and batch.idle:
+        if self.layers is None and (now := time.monotonic()) >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            if self._first_step is None:
+                self._first_step = now
             self._load_if_ready()
             if self.layers is not None:
                 logger.info("the decoder layers are compiled: from now on steps use them")
+            elif now - self._first_step >= BUSY_SECONDS:  # without a rest, which would have started it
+                self.start()
         return self.layers is not None
 
     def run(self, batch: Batch) -> Output:

@@ -40,13 +40,6 @@ class Queues:
     def __bool__(self) -> bool:
         return bool(self.waiting or self.running or self.swapped)
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether any request has begun. Preempted requests are waiting again, with the tokens that they have."""
-        return bool(self.running or self.swapped) or any(
-            seq.num_output_tokens for group in self.waiting for seq in group.seqs
-        )
-
     def first(self) -> SequenceGroup:
         """The swapped or waiting group that is admitted next."""
         return min(self.swapped[:1] + self.waiting[:1], key=order)

@@ -43,7 +43,7 @@ from nanopage.engine.sequence import Sequence, SequenceGroup, Status, common_len
 from nanopage.engine.stages import find_held
 from nanopage.engine.token_budget import TokenBudget
 from nanopage.outputs import RequestEvent
-from nanopage.step import NO_TOKEN, Batch, BatchResult
+from nanopage.step import NO_TOKEN, BatchResult
 
 
 class Scheduler:
@@ -117,7 +117,7 @@ class Scheduler:
         if self.arrange is not None:
             self.arrange(self.queues.waiting)
         budget = self.token_budget.tokens
-        schedule = Schedule(Batch(idle=not self.queues.has_begun), budget=budget, left=budget)
+        schedule = Schedule(budget=budget, left=budget)
         if self.queues.suspects:
             self._run_alone(self.queues.suspects[0], schedule)
         else:

@@ -143,7 +143,7 @@ class ModelDrafter:
         most `most_read` tokens in all. A sequence whose prompt is not read to its end gets no draft yet.
         """
         drafts: dict[Sequence, list[int]] = {}
-        batch = Batch(idle=True)
+        batch = Batch()
         for seq, length in lengths.items():
             if self._enter(seq, length, batch, lengths):
                 drafts[seq] = []
@@ -156,7 +156,7 @@ class ModelDrafter:
                 drafts[seq] = draft
                 if len(row.tokens) == row.num_computed:  # no token could be sampled
                     lengths[seq] = len(draft)
-            batch = Batch(idle=True)
+            batch = Batch()
         for seq in drafts:  # full blocks of known tokens
             row = self.rows[seq]
             known = min(row.num_computed, row.num_known)
@@ -236,7 +236,7 @@ class ModelDrafter:
                 self.reading += seconds
                 each = seconds / count
                 self.token_seconds = each if not self.token_seconds else 0.8 * self.token_seconds + 0.2 * each
-                batch = Batch(idle=True)
+                batch = Batch()
         return batch
 
     def _step(self, seqs: list[Sequence], batch: Batch) -> None:

@@ -115,7 +115,7 @@ def largest_batch(
     for row in reversed(range(num_seqs)):
         lengths[row] += min(left, max_model_len - 1)
         left -= lengths[row] - 1
-    batch = Batch(idle=True)
+    batch = Batch()
     for row, length in enumerate(lengths):
         batch.new.append(NewSequence(row, [0] * length, length, row, settings))
         batch.blocks.append(BlockUpdate(row, 0, [0] * -(-length // block_size) * num_kinds))

@@ -49,8 +49,6 @@ from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.tiled import tile
 from nanopage.cpu.tiled_experts import join_experts
-from nanopage.engine.preemption import preempt
-from nanopage.engine.schedule import Schedule
 from nanopage.files.private_files import cache_directory
 from nanopage.models.meta import meta_model
 from nanopage.recurrent.states import fit_block_size
@@ -664,53 +662,38 @@ def not_ready(directory, monkeypatch):
     return become_ready
 
 
-def test_the_engine_works_meanwhile_and_changes_over_between_requests(model, not_ready):
-    expected = run(engine_of(model, enforce_eager=True))
-    engine = engine_of(model)
-    engine.add_request("first", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
-    engine.step()
-    not_ready()
-    engine.add_request("second", [5, 6, 7], SamplingParams(max_tokens=5, ignore_eos=True))
-    while engine.has_unfinished_requests():
-        engine.step()
-        assert not compiled_in(engine)  # one is at work
+@pytest.mark.parametrize("num_steps", [0, 2, 9], ids=["before a request", "within its prompt", "within its output"])
+def test_the_engine_works_meanwhile_and_changes_over_between_two_steps(model, not_ready, monkeypatch, num_steps):
+    """Requests that run go on, with the same tokens."""
+    monkeypatch.setattr(aot, "LOOK_SECONDS", 0.0)
+    expected = run(engine_of(model, enforce_eager=True, max_num_batched_tokens=5))
+    engine = engine_of(model, max_num_batched_tokens=5)
+    looked = []
+
+    def look(stats):
+        looked.append(bool(compiled_in(engine)))
+        if len(looked) == num_steps:
+            not_ready()
+
+    engine.listeners.append(look)
+    if num_steps == 0:
+        not_ready()
     assert run(engine) == expected
-    assert compiled_in(engine)
+    assert looked == [False] * num_steps + [True] * (len(looked) - num_steps) and len(looked) > 12
 
 
-@pytest.mark.parametrize("interruption", ["a preemption", "a swap", "a failed step"])
-def test_a_request_that_is_interrupted_goes_on_as_it_began(model, not_ready, monkeypatch, interruption):
-    mode = "swap" if interruption == "a swap" else "recompute"
-    engine = engine_of(model, preemption_mode=mode)
-    scheduler = engine.scheduler
-    engine.add_request("first", [5, 6, 7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+def test_an_engine_that_always_has_requests_compiles_beside_them(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(aot, "LOOK_SECONDS", 0.0)
+    started = []
+    monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: started.append(self) or subprocess.Popen(["true"]))
+    engine = engine_of(model)
+    engine.add_request("0", [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
+    assert not started
+    monkeypatch.setattr(aot, "BUSY_SECONDS", 0.0)
     engine.step()
-    not_ready()
-    if interruption == "a failed step":
-        launch = engine.executor.worker.launch
-
-        def fail(batch):
-            monkeypatch.setattr(engine.executor.worker, "launch", launch)
-            raise RuntimeError("for once")
-
-        monkeypatch.setattr(engine.executor.worker, "launch", fail)
-        engine.step()
-    else:
-        schedule = Schedule()
-        preempt(scheduler.queues, scheduler.running.pop(), schedule, scheduler.preemption_mode, reason="blocks")
-        engine.executor.submit(schedule.batch)
-        engine.executor.result()
-    assert not scheduler.running
-    steps = 0
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        assert not compiled_in(engine)
-        steps += 1
-    assert steps >= 7 and len(outputs[0].outputs[0].token_ids) == 9
-    assert outputs[0].outputs[0].finish_reason == "length"
-    run(engine)
-    assert compiled_in(engine)
+    assert len(started) == 1 and engine.has_unfinished_requests()
 
 
 @pytest.mark.parametrize("end", ["the last token", "an abort"])

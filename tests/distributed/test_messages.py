@@ -61,7 +61,6 @@ sampling = st.builds(
 )
 batches = st.builds(
     Batch,
-    idle=st.booleans(),
     swap_out=pairs,
     swap_in=pairs,
     copies=pairs,
@@ -163,7 +162,7 @@ A_BATCH = Batch(
         (["rows", 0], 1.5),
         (["rows", 0], None),
         (["rows", 0], [0]),
-        (["idle"], 1),
+        (["awaits_masks"], 1),
         (["new"], {}),
         (["new", 0], []),
         (["new", 0, "token_ids", 1], b"\0\0"),

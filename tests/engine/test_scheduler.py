@@ -229,10 +229,8 @@ class World:
 
     def schedule(self) -> Schedule:
         running = self.running
-        begun = running or any(seq.num_output_tokens for seq in self.waiting)
         tables = {seq_id: list(table) for seq_id, table in self.manager.block_tables.items()}
         schedule = self.scheduler.schedule()
-        assert schedule.batch.idle == (not begun)
         self.submit(schedule)
         self.check_queues()
         self.check_work(schedule)
@@ -525,7 +523,7 @@ def test_in_any_world_every_request_ends_as_if_it_were_alone(
 def test_without_requests_there_is_nothing_to_do():
     world = World()
     assert not world.scheduler.has_unfinished()
-    assert world.step() == Schedule(Batch(idle=True))
+    assert world.step() == Schedule()
 
 
 def test_a_prompt_runs_at_once_and_then_a_token_a_step():
@@ -1029,13 +1027,6 @@ def test_a_preempted_sequence_gives_back_its_row_and_is_sent_again_with_all_its_
     batch = world.schedule().batch
     assert batch.new == [NewSequence(young.row, [2, 2, 2, *output], 3, 0, young.settings)]
     assert batch.blocks == [BlockUpdate(young.row, 0, world.manager.block_tables[young.seq_id])]
-
-
-def test_a_worker_may_change_its_ways_only_before_a_batch_that_nothing_ran_before():
-    world = World()
-    assert world.step().batch.idle
-    world.add([1, 2], max_tokens=2)
-    assert [world.step().batch.idle for _ in range(3)] == [True, False, True]
 
 
 def test_siblings_fork_from_the_leaders_row_when_the_prompt_is_done():
