@@ -35,6 +35,7 @@ from nanopage.models.decoder import Decoder
 from nanopage.quantization import gguf_blocks, quantized_weights
 from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 from nanopage.quantization.quantized import QuantizedWeight
+from nanopage.quantization.quantized_checkpoint import names_of_matrices
 
 logger = logging.getLogger("nanopage")
 
@@ -50,6 +51,27 @@ def is_quantized(checkpoint: GGUFCheckpoint) -> bool:
 
 
 def place(
+    model: Decoder,
+    whole: Decoder,
+    checkpoint: GGUFCheckpoint,
+    packed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Put the weights of the file into a model on the meta device, with their integers.
+
+    Args: packed: whether to pack the weights as a GPU reads them. False: in tiles, for a CPU. The others: as in `pack`
+        and `tile`.
+    Raises: as `pack` and `tile`.
+    """
+    if packed:
+        pack(model, checkpoint, dtype, device, on_progress)
+    else:
+        tile(model, whole, checkpoint, dtype, on_progress)
+
+
+def tile(
     model: Decoder,
     whole: Decoder,
     checkpoint: GGUFCheckpoint,
@@ -82,22 +104,7 @@ def place(
         model.embed_tokens.weight = tiled(model.embed_tokens)
 
 
-def names_of_matrices(model: Decoder) -> dict[str, list[str]]:
-    """Place of a linear layer or embedding in the model -> the names of the file's tensors that form its rows."""
-    names: dict[str, list[str]] = {}
-    for place, module in model.named_modules():
-        path = place if place == "lm_head" else f"model.{place}"  # as transformers names them
-        if isinstance(module, Linear):
-            parent = path.rpartition(".")[0]
-            names[place] = [f"{parent}.{part}.weight" if part else f"{path}.weight" for part in module.parts]
-        elif isinstance(module, Embedding):
-            names[place] = [f"{path}.weight"]
-    if model.lm_head.weight is model.embed_tokens.weight:
-        names["lm_head"] = names.pop("embed_tokens")
-    return names
-
-
-def place_on_gpu(
+def pack(
     model: Decoder,
     checkpoint: GGUFCheckpoint,
     dtype: torch.dtype,
@@ -107,7 +114,7 @@ def place_on_gpu(
     """Put the weights of linear layers into a model on the meta device, one at a time, and the embedding's weight if it
     is tied to one of them. Weights without integers of 4 or 8 bits stay as they are.
 
-    Raises: ValueError as `place`; MemoryError if there is less free memory than the blocks take.
+    Raises: ValueError as `tile`; MemoryError if there is less free memory than the blocks take.
     """
     matrices = names_of_matrices(model)
     places = {module: place for place, module in model.named_modules()}

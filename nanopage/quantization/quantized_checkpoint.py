@@ -17,10 +17,10 @@ from torch import Tensor
 from nanopage.checks.stored_quantization import StoredQuantization
 from nanopage.device import check_weights_fit
 from nanopage.files.safetensors_checkpoint import StoredBytes, StoredTensor, opened, read_whole, stored_bytes
+from nanopage.layers.embedding import Embedding
 from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.quantization import mxfp4
-from nanopage.quantization.gguf_tiles import names_of_matrices
 from nanopage.quantization.layouts import LAYOUTS, SCALES_OF_ACTIVATIONS, WORD
 from nanopage.quantization.matrix import Matrix, join
 
@@ -174,6 +174,21 @@ def place(
                 on_progress(sum(sizes[: i + 1]), sum(sizes))
     if left:
         logger.info(f"{left} of {len(found)} matrices of {how.method} become floats: their groups do not fit")
+
+
+def names_of_matrices(model: Decoder) -> dict[str, list[str]]:
+    """Place of a linear layer or embedding in the model -> the names of the file's tensors that form its rows."""
+    names: dict[str, list[str]] = {}
+    for place, module in model.named_modules():
+        path = place if place == "lm_head" else f"model.{place}"  # as transformers names them
+        if isinstance(module, Linear):
+            parent = path.rpartition(".")[0]
+            names[place] = [f"{parent}.{part}.weight" if part else f"{path}.weight" for part in module.parts]
+        elif isinstance(module, Embedding):
+            names[place] = [f"{path}.weight"]
+    if model.lm_head.weight is model.embed_tokens.weight:
+        names["lm_head"] = names.pop("embed_tokens")
+    return names
 
 
 def dequantized(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,13 @@ from nanopage.files.safetensors_checkpoint import StoredTensor, read_tensors, sa
 from nanopage.layers.weight import Floats, own_parameters
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import family_of, meta_model
-from nanopage.quantization import gguf_tiles, mxfp4, quantized_checkpoint
-from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
+from nanopage.quantization import mxfp4, quantized_checkpoint
 from nanopage.quantization.quantized_checkpoint import FLOATS, TYPES
 from nanopage.reading.config import config_from_directory
 from nanopage.weights.allocation import all_finite, materialize
+
+if TYPE_CHECKING:
+    from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
 
 logger = logging.getLogger("nanopage")
 SAMPLES, SAMPLE_BYTES = 64, 2**16  # of a file, for its fingerprint
@@ -42,7 +44,7 @@ DUMMY_STD = 0.02  # the usual initializer_range
 # The scales of K and V of a layer, as compressed-tensors, vLLM and ModelOpt name them.
 KV_SCALE = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.(?:attn\.|k_proj\.(?=k)|v_proj\.(?=v))?([kv])_scale")
 
-Checkpoint = Path | GGUFCheckpoint
+Checkpoint: TypeAlias = "Path | GGUFCheckpoint"
 """A directory, or an open .gguf file. `read_config` and `load_model` also take the path of a .gguf file."""
 Pieces = Iterable[tuple[str, int, Tensor]]
 """Rows of tensors: (the tensor's name in transformers, the first row, the rows)."""
@@ -53,18 +55,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises: as GGUFCheckpoint.
     """
-    return GGUFCheckpoint(path) if path.suffix == ".gguf" else path
+    if path.suffix != ".gguf":
+        return path
+    from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint  # imports gguf, which takes long
+
+    return GGUFCheckpoint(path)
 
 
 def path_of(checkpoint: Checkpoint) -> Path:
     """The directory, or the path of the .gguf file."""
-    return checkpoint.path if isinstance(checkpoint, GGUFCheckpoint) else checkpoint
+    return checkpoint if isinstance(checkpoint, Path) else checkpoint.path
 
 
 def read_config(checkpoint: Checkpoint, overrides: dict | None = None) -> ModelConfig:
     """Raises: as config_from_directory and GGUFCheckpoint. Args: overrides: as in config_from_dict."""
     checkpoint = open_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
-    if isinstance(checkpoint, GGUFCheckpoint):
+    if not isinstance(checkpoint, Path):
         return checkpoint.model_config(overrides)
     return config_from_directory(checkpoint, overrides)
 
@@ -119,10 +125,10 @@ def load_model(
             packed = how.keep_integers == "packed"
             if config.quantization is not None:
                 quantized_checkpoint.place(model, stored, config.quantization, packed, dtype, device, on_progress)
-            elif isinstance(checkpoint, GGUFCheckpoint) and packed:
-                gguf_tiles.place_on_gpu(model, checkpoint, dtype, device, on_progress)
-            elif isinstance(checkpoint, GGUFCheckpoint):
-                gguf_tiles.place(model, whole, checkpoint, dtype, on_progress)
+            elif not isinstance(checkpoint, Path):
+                from nanopage.quantization import gguf_tiles  # imports gguf, which takes long
+
+                gguf_tiles.place(model, whole, checkpoint, packed, dtype, device, on_progress)
             on_progress = None  # the rest is small
         how.part.strip(model, config.tie_word_embeddings)
         if how.load_format == "dummy":
@@ -184,7 +190,7 @@ def fingerprint(checkpoint: Checkpoint, load_format: str = "auto") -> str:
 
     Args: load_format: with "dummy", config.json alone counts.
     """
-    if isinstance(checkpoint, GGUFCheckpoint):
+    if not isinstance(checkpoint, Path):
         files = [checkpoint.path]
     else:
         files = [checkpoint / "config.json", *(safetensors_files(checkpoint) if load_format != "dummy" else [])]
@@ -228,7 +234,7 @@ def stored_tensors_of(checkpoint: Checkpoint) -> list[StoredTensor]:
     Raises: FileNotFoundError; ValueError naming a file that is broken or of a kind that can run code, or a tensor that
         two files have.
     """
-    if isinstance(checkpoint, GGUFCheckpoint):
+    if not isinstance(checkpoint, Path):
         weights = checkpoint.weights.items()
         return [StoredTensor(name, tensor.shape, "F32", checkpoint.path) for name, tensor in weights]
     # Old Llama checkpoints store the rotary table. It is computed from config.json.
@@ -246,7 +252,7 @@ def pieces_of(
     checkpoint: Checkpoint, stored: list[StoredTensor], slices: Mapping[str, Slice] = MappingProxyType({})
 ) -> Pieces:
     """The pieces of these tensors. Of a tensor in `slices`, only the slice."""
-    if not isinstance(checkpoint, GGUFCheckpoint):
+    if isinstance(checkpoint, Path):
         return read_tensors(stored, slices)
     pieces = checkpoint.pieces(tensor.name for tensor in stored)
     return _sliced(((name, start, torch.from_numpy(piece)) for name, start, piece in pieces), slices)

@@ -9,6 +9,7 @@ the checkpoint's own   integers of a .gguf file or of a quantized checkpoint, wh
 """
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -18,8 +19,6 @@ from nanopage.cpu.packed_linear import can_pack
 from nanopage.cpu.tiled import TiledWeight, has_only_float16, tile
 from nanopage.cpu.tiled_experts import TiledExperts, can_join, join_experts
 from nanopage.models.decoder import Decoder
-from nanopage.quantization.gguf_checkpoint import GGUFCheckpoint
-from nanopage.quantization.gguf_tiles import is_quantized
 from nanopage.quantization.quantized import quantize
 from nanopage.weights.loader import Checkpoint
 from nanopage.worker.setup import Setup
@@ -38,8 +37,12 @@ def choose_storage(setup: Setup, checkpoint: Checkpoint) -> Storage:
     if (stored := model_config.quantization) is not None:
         in_tiles = stored.fits_tiles and model_config.dtype in ("bfloat16", "float16")
         quantized = stored.method != "mxfp4" and (setup.on_gpu or in_tiles)
+    elif isinstance(checkpoint, Path):
+        quantized = False
     else:
-        quantized = isinstance(checkpoint, GGUFCheckpoint) and is_quantized(checkpoint)
+        from nanopage.quantization.gguf_tiles import is_quantized  # imports gguf, which takes long
+
+        quantized = is_quantized(checkpoint)
     divided = config.tensor_parallel_size > 1
     if divided and quantized:
         logger.info(f"tensor_parallel_size={config.tensor_parallel_size}: the integers of {name} become floats")
