@@ -121,12 +121,25 @@ def test_only_programs_import_programs():
     assert "nanopage.terminal.chat" in main  # what is looked for can be found
 
 
-def test_importing_the_package_and_all_of_its_names_imports_no_program():
-    script = "import sys, nanopage; from nanopage import *; print('torch' in sys.modules, *sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    torch, *modules = done.stdout.split()
-    assert torch == "True"
-    assert not [module for module in modules if is_within(module, [*PROGRAMS, *PARTS_OF_PROGRAMS])]
+# What a start does not need, and takes long to import.
+SLOW = ("gguf", "yaml", "einops", "transformers", "triton", "torch._dynamo", "torch._inductor", "llguidance", "ray")
+
+
+def test_a_start_imports_no_program_and_nothing_slow():
+    """All names of the package, as programs import them. Garbage is collected again afterwards."""
+    script = """
+import gc, sys
+from nanopage.startup.imports import quick_imports
+with quick_imports():
+    from nanopage import *
+with quick_imports():
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000
+print(*sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    modules = done.stdout.split()
+    assert {"torch", "nanopage.build"} < {*modules}, done.stderr
+    assert not [module for module in modules if is_within(module, [*PROGRAMS, *PARTS_OF_PROGRAMS, *SLOW])]
 
 
 def runtime_imports(file):

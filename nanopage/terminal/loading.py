@@ -11,6 +11,7 @@ import nanopage
 from nanopage.config.options import EngineConfig
 from nanopage.files.local_servers import LocalServer, fingerprint, local_servers, socket_of
 from nanopage.params import SamplingParams
+from nanopage.startup.imports import quick_imports
 from nanopage.terminal.calls import Server, ServerError
 from nanopage.terminal.images import check_sight
 from nanopage.terminal.remote import connect, find_card
@@ -99,7 +100,8 @@ class FromHere:
         path, name = hub.resolve(model), hub.name_of(model)
         loading = f"Loading {name}: {bytes_of_weights(path) / 1e9:.1f} GB of weights"
         with spinner(loading) as update:
-            from nanopage.terminal.local import load_model  # takes seconds
+            with quick_imports():
+                from nanopage.terminal.local import load_model  # takes seconds
 
             def show(done: int, total: int) -> None:
                 update(f"{loading}, {done / total:.0%}")
