@@ -46,7 +46,7 @@ class Limits:
 
 
 class LimitedProcess:
-    """The first request starts the process, and the next ones reuse it. A request that exceeds a limit ends it, and the
+    """`start` or the first request starts the process; others reuse it. A request that exceeds a limit ends it, and the
     next request starts another. The process ends with this object, and with the nanopage process, even if that is
     killed. Threads may share the object, which does one request at a time.
 
@@ -61,6 +61,11 @@ class LimitedProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end_process: weakref.finalize | None = None
+
+    def start(self, setup: Any = None) -> None:
+        """Start the process before its first request, whose setup must be the same. Raises: as `ask`."""
+        with self._lock:
+            self._start(setup)
 
     def ask(self, request: dict, setup: Any = None) -> dict:
         """The answer to a request, or {"error": the limit that it exceeds}.
@@ -112,8 +117,10 @@ class LimitedProcess:
         except OSError as error:
             raise RuntimeError(f"cannot start the process that runs {self.program.name}: {error}") from error
         self._process, self._end_process = process, weakref.finalize(self, _end, process)
+        stdin = cast(IO[bytes], process.stdin)
         with suppress(BrokenPipeError):
-            cast(IO[bytes], process.stdin).write(_encode(setup))
+            stdin.write(_encode(setup))
+            stdin.flush()  # the first request may come late, or never
 
     def _why_it_ended(self, status: int, seconds: float) -> str:
         if -status == getattr(signal, "SIGPROF", None):

@@ -94,12 +94,16 @@ class FromHere:
             return found
         if self.key is not None:
             raise ValueError("--api-key is for a server, and no nanopage server of yours here has this model")
+        from nanopage.text.chat_template import TemplateRenderer
         from nanopage.weights import hub
         from nanopage.weights.inventory import bytes_of_weights
 
         path, name = hub.resolve(model), hub.name_of(model)
         loading = f"Loading {name}: {bytes_of_weights(path) / 1e9:.1f} GB of weights"
         with spinner(loading) as update:
+            renderer = TemplateRenderer()
+            if not self.raw:
+                renderer.start()  # meanwhile
             with quick_imports():
                 from nanopage.terminal.local import load_model  # takes seconds
 
@@ -109,6 +113,7 @@ class FromHere:
             # A conversation has one request at a time. This bounds the KV cache.
             options = {"max_num_seqs": 4, "seed": self.asked.get("seed", random.getrandbits(32))} | self.options
             loaded, params = load_model(path, name, options, self.raw, self.tools, sight, show)
+            loaded.llm.get_tokenizer().renderer = renderer
         return loaded, name, dataclasses.replace(params, **self.asked)
 
     def _attached(self, model: str | None, sight: bool) -> Loaded | None:

@@ -29,6 +29,10 @@ class TemplateRenderer:
         limits = Limits(memory=256 << 20, cpu_seconds=2.0, seconds=30.0, answer=6 * MAX_CHARACTERS + 10_000)
         self.process = LimitedProcess(PROGRAM, ["jinja2", "markupsafe"], limits)
 
+    def start(self) -> None:
+        """Start the process before its first template. Raises: RuntimeError as `render`."""
+        self.process.start({"characters": MAX_CHARACTERS})
+
     def render(
         self,
         source: str,

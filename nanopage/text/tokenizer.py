@@ -70,7 +70,8 @@ class Tokenizer:
     tool_template: used instead for conversations with tools, if the model has one.
     named_templates: all templates by their names, of which "default" and "tool_use" are those above.
 
-    Attributes: max_chars_per_token: characters of the longest token.
+    Attributes: max_chars_per_token: characters of the longest token. renderer: of chat templates; one whose process
+        runs already may replace it.
 
     Raises:
         FileNotFoundError: no tokenizer.json.
@@ -106,7 +107,7 @@ class Tokenizer:
         decoder = self.backend.decoder
         self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         self._contained: tuple[tuple[str, ...], list[int]] = (), []  # of the last call of `containing`
-        self._renderer = TemplateRenderer()
+        self.renderer = TemplateRenderer()
 
     @property
     def vocab_size(self) -> int:
@@ -318,7 +319,7 @@ class Tokenizer:
                 "the model has no chat template, so it is probably a base model: use generate(), or give a template"
             )
         special_tokens = self.special_tokens
-        return self._renderer.render(
+        return self.renderer.render(
             source, messages, add_generation_prompt, special_tokens, tools, continue_final_message, chat_template_kwargs
         )
 

@@ -72,10 +72,15 @@ def wait_until_gone(pid: int) -> None:
 # The life of the process
 
 
-def test_the_first_rendering_starts_a_process_that_ends_with_its_renderer():
+@pytest.mark.parametrize("early", [False, True])
+def test_the_first_rendering_starts_a_process_that_ends_with_its_renderer(early):
+    """Or it was started before."""
     before = children()
     renderer = TemplateRenderer()
     assert children() == before
+    if early:
+        renderer.start()
+        assert len(children() - before) == 1
     pid = process_of(renderer)
     assert process_of(renderer) == pid
     assert children() - before == {pid}
