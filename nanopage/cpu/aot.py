@@ -62,12 +62,11 @@ class Compiled:
 
     Compiling starts when no request is left for the first time, because beside a step it slows the step down. If there
     is always a request, it starts after half a minute. It goes on after this process has ended: a program that asks one
-    question ends before the code is ready, and the next program finds the code. The first step that finds the code uses
-    it, also in the middle of a request. That may change a near-tie, because compiled code rounds differently; but so
-    may any request that begins or ends beside it. Code in float64 is not compiled, and with `invariant` no step runs
-    eagerly, so what is promised for these holds. A damaged file is compiled again, once. Any other failure to compile
-    or load is logged once, and steps run eagerly from then on. With the environment variable NANOPAGE_COMPILE=never,
-    only code that exists is used.
+    question ends before the code is ready, and the next program finds the code. Steps use the code as soon as it is
+    found, also in the middle of a request. Compiled code rounds differently, so a near-tie may fall the other way, as
+    it may whenever another request begins or ends. float64 is not compiled, and with `invariant` no step is eager. A
+    damaged file is compiled again, once. Any other failure to compile or load is logged once, and steps run eagerly
+    from then on. With the environment variable NANOPAGE_COMPILE=never, only code that exists is used.
 
     Args:
         config: the config of the same model.

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import importlib
 import logging
 import os
 import time
@@ -14,7 +13,6 @@ from nanopage.files.local_servers import LocalServer, check_peer, fingerprint, n
 from nanopage.server.listener import Listener, listen_at_path
 from nanopage.server.options import SECONDS_TO_CLOSE, Model
 from nanopage.server.state import ServerState
-from nanopage.startup.imports import quick_imports
 from nanopage.weights.inventory import identity
 
 logger = logging.getLogger("nanopage")
@@ -37,8 +35,6 @@ class OneEngine:
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
         """Load the model. Blocks: call it in a thread. Raises: as `nanopage.build.build_engine`."""
-        with quick_imports():
-            importlib.import_module("nanopage.build")
         self.model.load(self.state)
 
     def listen(self, make_protocol: Callable[[], asyncio.Protocol], limit: int) -> None:

@@ -1,6 +1,7 @@
 """Options of models that programs of the server have in common: of one model, with its loading, and of several."""
 
 import argparse
+import importlib
 import logging
 import math
 import os
@@ -14,6 +15,7 @@ from nanopage.server.adapters import parse_modules
 from nanopage.server.app import changed_defaults
 from nanopage.server.state import ServerState
 from nanopage.server.tools import FINISH_REASONS, ToolOptions
+from nanopage.startup.imports import quick_imports
 from nanopage.vllm.engine_args import EngineArgs
 from nanopage.weights import hub
 
@@ -86,6 +88,8 @@ class Model:
 
     def load(self, state: ServerState) -> AsyncLLM:
         """Load the model and its adapters, and put them into `state`. Raises: as `nanopage.build.build_engine`."""
+        with quick_imports():
+            importlib.import_module("nanopage.build")
         llm, adapters = load_engine(self.engine_args), state.adapters
         try:
             adapters.requests |= {name: adapters.check(llm, name, path) for name, path in self.modules.items()}
