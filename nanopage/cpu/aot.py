@@ -123,7 +123,6 @@ class Compiled:
 
     def fits(self, batch: Batch) -> bool:
         if self.layers is None and (now := time.monotonic()) >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
             if self._first_step is None:
                 self._first_step = now
             self._load_if_ready()
@@ -131,6 +130,7 @@ class Compiled:
                 logger.info("the decoder layers are compiled: from now on steps use them")
             elif now - self._first_step >= BUSY_SECONDS:  # without a rest, which would have started it
                 self.start()
+            self._next_look = now + LOOK_SECONDS
         return self.layers is not None
 
     def run(self, batch: Batch) -> Output:
@@ -196,6 +196,7 @@ class Compiled:
 
     def start(self) -> None:
         """Start compiling in the background, if it is needed and allowed, unless another process compiles the same."""
+        self._next_look = 0.0  # the first step after a rest looks at once
         if self._start(in_background=True):
             told = {"for_user": True}  # chat.py shows it, too
             more = ", once more for steps with adapters" if self.spec["adapted"] else ""
