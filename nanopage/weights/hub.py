@@ -108,7 +108,7 @@ def name_of(model: str | None) -> str:
     if model is None:
         return DEFAULT_MODEL
     if (path := Path(os.path.expanduser(model))).exists():
-        return path.resolve().name
+        return Path(os.path.abspath(path)).name  # of a link, not of what it leads to
     return carried_name(model) or model
 
 

@@ -98,6 +98,8 @@ class TestResolve:
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.chdir(tmp_path / "m")
         assert [hub.name_of(model) for model in ("~/m", ".", "./", "../m/", "owner/m")] == ["m"] * 4 + ["owner/m"]
+        (tmp_path / "link").symlink_to("m")
+        assert hub.name_of(str(tmp_path / "link")) == "link"
 
 
 class TestHubIds:
