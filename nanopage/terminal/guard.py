@@ -1,10 +1,12 @@
 """Finds a reply that repeats itself without end, as small models do.
 
 A reply is read as words, numbers and signs. A word is expected if it stood before in the same place: after the same
-three, two or one words, or two places behind the same word. A number is expected if it continues the count in its
-place. A sentence or line with only one unexpected place counts as expected, unless this place is a large part of it. So
-the guard finds exact loops, and also numbered lines, lines with one changing word, lists of "X: same sentence", code
-that counts, and long paragraphs. A reply is a loop if nearly all of its last WINDOW words were expected.
+three, two or one words, or two places behind the same word, or after the same three words and numbers without the signs
+between them (in a list that starts again, the words behind "4. **" are those of the item before). A number is expected
+if it continues the count in its place. A sentence or line with only one unexpected place counts as expected, unless
+this place is a large part of it. So the guard finds exact loops, and also numbered lines, lines with one changing word,
+lists that start again, lists of "X: same sentence", code that counts, and long paragraphs. A reply is a loop if nearly
+all of its last WINDOW words were expected.
 
 Lists of names, tables and markup have short lines that differ in one word. So the unexpected words of a line are
 compared with its other words only, not with signs. In a line of over LINE words and signs, expected signs do not count
@@ -40,6 +42,7 @@ class LoopGuard:
         self._next: dict[tuple, str] = {}  # place -> the last word in this place
         self._counts: dict[tuple, tuple[int, int | None]] = {}  # place -> its last number, and the last step
         self._last = ("", "", "")
+        self._named = ("", "", "")  # the last words and numbers, without signs
         self._unit: list[tuple[str, bool]] = []  # words of the present sentence or line; expected?
         self._window: deque[bool] = deque(maxlen=WINDOW)
         self._expected = 0  # expected words in the window
@@ -97,7 +100,10 @@ class LoopGuard:
         number = int(word) if word.isdecimal() else None
         word = "0" if number is not None else word
         first, second, third = self._last
-        places = ((first, second, third), (second, third), (third,), (second, None))
+        places: list[tuple] = [(first, second, third), (second, third), (third,), (second, None)]
+        if word.isalnum():
+            places.append((*self._named, None))
+            self._named = (*self._named[1:], word)
         expected = any(self._next.get(place) == word for place in places)
         if number is not None:
             before = [self._counts.get(place) for place in places]

@@ -53,6 +53,8 @@ def circles(seed: int, count: int = 500) -> str:
         lines("- The {word} is good.\n"),
         lines("{word}: This is a great way to learn about the world.\n"),
         lines("* **{word} {other}**: This is a great way to learn about the world.\n"),
+        "".join(f"{i}. **{word}**: a sweet fruit from {WORDS[-i]}\n" for i, word in enumerate(WORDS[:10], 1)) * 12,
+        "".join(f"{i + 1}. {WORDS[i % 10]}\n" for i in range(200)),
         PARAGRAPH * 12,
         (PARAGRAPH + "But nobody knew why the bells were so loud, and nobody asked for the reason.\n") * 12,
         lines("print({i})\n"),
