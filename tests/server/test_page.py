@@ -121,13 +121,14 @@ def complete(server, messages, **fields):
     return server.request("POST", "/v1/chat/completions", body).json["choices"][0]["message"]["content"]
 
 
-def events(*texts, done=True, size=0):
-    """A fake reply that streams these texts.
+def events(*texts, reasoning=(), done=True, size=0):
+    """A fake reply that streams reasoning and these texts.
 
     Args:
         size: bytes that arrive together. 0: an event at a time.
     """
-    chunks = [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None}]} for text in texts]
+    deltas = [*({"reasoning": text} for text in reasoning), *({"content": text} for text in texts)]
+    chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
     if done:
         chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         chunks.append({"choices": [], "usage": {"completion_tokens": len(texts)}})
@@ -249,6 +250,15 @@ def test_a_reload_keeps_the_conversation_and_the_question_without_an_answer(page
     page.reload()
     page.wait_for("model !== undefined")
     assert page.evaluate("[messages.length, log.children.length, input.value]") == [0, 0, ""]
+
+
+def test_reasoning_is_folded_above_the_answer(page):
+    fake(page, events("4", reasoning=["2 + 2, ", "<b>so</b>"]))
+    send(page, "What is 2 + 2?")
+    assert answered(page) == "4"
+    parts = page.evaluate("[...log.lastChild.children].map((node) => `${node.tagName} ${node.textContent}`)")
+    assert parts == ["DETAILS Reasoning2 + 2, <b>so</b>", "DIV 4", "DIV 1 tokenCopyRetry"]
+    assert not page.evaluate("log.lastChild.firstChild.open")
 
 
 def test_whole_answers_are_copied_as_the_model_wrote_them(page):
