@@ -191,8 +191,10 @@ class Frames:
         self._forking &= self._owners.keys()
 
     def _sentences(self) -> list[list]:
-        sentences = make_sentences(self.engine, lambda request_id: str(self._numbers.get(request_id, "?")))
-        return [[kind, self._numbers.get(request_id or ""), text] for kind, request_id, text in sentences]
+        """Those of `explain`, without any about a request that had ended before the first frame: it has no number."""
+        numbers: dict[str | None, int | None] = {None: None, **self._numbers}
+        sentences = make_sentences(self.engine, lambda request_id: str(numbers.get(request_id, "?")))
+        return [[kind, numbers[request_id], text] for kind, request_id, text in sentences if request_id in numbers]
 
     def _read_queues(self) -> list[list[int]]:
         scheduler = self.engine.scheduler

@@ -214,7 +214,7 @@ def test_a_file_that_is_no_recording_is_refused(page):
 
 
 def test_an_idle_engine_says_what_to_do(page):
-    page.evaluate(f"picture = new Picture(); receive({json.dumps(KEY | {'model': NAME})})")
+    page.evaluate(f"picture = new Picture(); receive({json.dumps(KEY | {'model': NAME, 'why': [['run', None, 'x']]})})")
     page.wait_for("$('why-title').textContent === 'Waiting for requests'")
     assert page.evaluate("$('sentences').innerText").startswith("Send a message on the chat page")
     assert page.evaluate("$('sentences').querySelector('a').getAttribute('href')") == "./"

@@ -89,6 +89,16 @@ def test_what_step_frames_cannot_tell_becomes_a_key_frame():
     assert frame["frame"] == "key" and picture.cached == set()
 
 
+def test_nothing_is_said_of_requests_that_ended_before_the_first_frame():
+    engine = fake_engine()
+    add(engine, "before", PREFIX, tokens(1))
+    add(engine, "beside", [1], tokens(3))
+    engine.step()
+    frame = Frames(engine, "fake").key()
+    assert len(frame["requests"]) == 1
+    assert [sentence[:2] for sentence in frame["why"]] == [["add", 1], ["admit", 1], ["run", None]]
+
+
 def test_ids_that_come_again_have_new_numbers_and_old_ones_are_forgotten():
     engine = fake_engine()
     frames, picture = start(engine)
