@@ -111,9 +111,12 @@ class Server(uvicorn.Server):
             port = next(s.getsockname()[1] for server in self.servers for s in server.sockets)
             host = "127.0.0.1" if self.config.host in PUBLIC else self.config.host
             url, curl = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}", "curl"
-        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-        call = f"/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
         config = None if self.state.llm is None else self.state.llm.engine.model_config
+        path, fields = "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'
+        if config is not None and config.pooling is not None:
+            embeds = config.pooling.task == "embed"
+            path, fields = ("embeddings", '"input": "a"') if embeds else ("score", '"text_1": "a", "text_2": "b"')
+        call = f"/v1/{path} -H 'Content-Type: application/json' -d '{{\"model\": \"{name}\", {fields}}}'"
         if config is not None and config.architecture == WHISPER:
             call = f"{AUDIO_PATHS['transcribe']} -F file=@talk.wav"
         chats = config is None or (config.architecture != WHISPER and config.pooling is None)

@@ -122,23 +122,28 @@ def test_the_pages_link_to_each_other_where_both_are_served():
     assert b'<a href="view" target="_blank" rel="opener" hidden>' in alone
 
 
+CHATS, TRANSCRIPTIONS = "/v1/chat/completions", "/v1/audio/transcriptions"
+
+
 @pytest.mark.parametrize(
-    ("uds", "view", "config", "pages"),
+    ("uds", "view", "config", "pages", "path"),
     [
-        (None, LiveView(), {}, " http://x:1/ is a page to chat, http://x:1/view shows the engine at work."),
-        (None, None, {}, " http://x:1/ is a page to chat."),
-        (None, LiveView(), {"architecture": WHISPER}, " http://x:1/view shows the engine at work."),
-        (None, None, {"pooling": "mean"}, ""),
-        ("/socket", LiveView(), {}, ""),
+        (None, LiveView(), {}, " http://x:1/ is a page to chat, http://x:1/view shows the engine at work.", CHATS),
+        (None, None, {}, " http://x:1/ is a page to chat.", CHATS),
+        (None, LiveView(), {"architecture": WHISPER}, " http://x:1/view shows the engine at work.", TRANSCRIPTIONS),
+        (None, None, {"pooling": SimpleNamespace(task="embed")}, "", "/v1/embeddings"),
+        (None, None, {"pooling": SimpleNamespace(task="classify")}, "", "/v1/score"),
+        ("/socket", LiveView(), {}, "", CHATS),
     ],
 )
-def test_the_ready_line_names_the_pages_that_a_browser_can_open(uds, view, config, pages):
+def test_the_ready_line_names_the_pages_that_a_browser_can_open_and_a_call(uds, view, config, pages, path):
     config = SimpleNamespace(**{"architecture": "LlamaForCausalLM", "pooling": None} | config)
     llm = SimpleNamespace(engine=SimpleNamespace(model_config=config))
     listening = [SimpleNamespace(sockets=[SimpleNamespace(getsockname=lambda: ("x", 1))])]
     server = SimpleNamespace(state=ServerState(["fake"], view=view, llm=llm), servers=listening)
     server.config = SimpleNamespace(host="x", uds=uds, ssl_certfile=None)
-    assert f"/v1 serves fake.{pages} Try: curl" in Server._ready_line(server)
+    line = Server._ready_line(server)
+    assert f"/v1 serves fake.{pages} Try: curl" in line and f"{path} -" in line
 
 
 def test_with_a_key_only_the_empty_page_is_open():
