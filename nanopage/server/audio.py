@@ -76,12 +76,13 @@ class Form:
     def __post_init__(self):
         for name, values in self.fields.items():
             # Without its brackets as well, as other libraries send lists.
-            neutral, why = REFUSED.get(name) or REFUSED.get(f"{name}[]") or ((), "")
+            whole = name.partition("[")[0]  # OpenAI's SDK sends an object as chunking_strategy[type] and so on
+            neutral, why = REFUSED.get(name) or REFUSED.get(f"{whole}[]") or REFUSED.get(whole) or ((), "")
             if name in FIELDS:
                 if len(values) > 1:
                     raise ApiError(400, f"{name} is given {len(values)} times", param=name)
             elif why and not {*values}.issubset(neutral):
-                raise unsupported(name, why)
+                raise unsupported(name[:100], why)
             elif not why and name not in (*WITHOUT_EFFECT, GRANULARITIES, GRANULARITIES[:-2], "file"):
                 self.ignored.append(name[:100])
         for name in self.files:

@@ -125,6 +125,7 @@ def test_replies_are_what_openapi_json_says(app, llm):
         ({"include[]": "logprobs"}, "include[]"),
         ({"include": "logprobs"}, "include"),
         ({"chunking_strategy": '{"type": "server_vad"}'}, "chunking_strategy"),
+        ({"chunking_strategy[type]": "server_vad"}, "chunking_strategy[type]"),
         ({"seed": "1"}, "seed"),
         ({"prompt": "x" * 70_000}, "prompt"),
         ({f"field{index}": "1" for index in range(70)}, None),
