@@ -192,9 +192,10 @@ class Frames:
 
     def _sentences(self) -> list[list]:
         """Those of `explain`, without any about a request that had ended before the first frame: it has no number."""
-        numbers: dict[str | None, int | None] = {None: None, **self._numbers}
+        numbers = self._numbers
         sentences = make_sentences(self.engine, lambda request_id: str(numbers.get(request_id, "?")))
-        return [[kind, numbers[request_id], text] for kind, request_id, text in sentences if request_id in numbers]
+        known = [each for each in sentences if each.request_id is None or each.request_id in numbers]
+        return [[kind, numbers.get(request_id or ""), text] for kind, request_id, text in known]
 
     def _read_queues(self) -> list[list[int]]:
         scheduler = self.engine.scheduler
