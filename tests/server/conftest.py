@@ -40,23 +40,14 @@ def llm(model):
     llm.shutdown()
 
 
-@pytest.fixture(scope="module")
-def served(llm):
-    """A state and an application for all tests of a file: its routes take longer to make than most calls."""
-    state = ServerState(["tiny", "alias"], llm=llm)
-    return state, create_app(state, hosts=["localhost"])
+@pytest.fixture
+def state(llm):
+    return ServerState(["tiny"], llm=llm)
 
 
 @pytest.fixture
-def state(served):
-    before = vars(served[0]).copy()
-    yield served[0]
-    vars(served[0]).update(before)
-
-
-@pytest.fixture
-def app(served, state):
-    return served[1]
+def app(state):
+    return create_app(state, hosts=["localhost"])
 
 
 @pytest.fixture(scope="module")

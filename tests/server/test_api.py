@@ -37,14 +37,29 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
+@pytest.fixture(scope="module")
+def served(llm):
+    """A state and an application for all tests: its routes take longer to make than most calls."""
+    state = ServerState(["tiny", "alias"], llm=llm)
+    return state, create_app(state, hosts=["localhost"])
+
+
 @pytest.fixture
-def state(state, llm):
+def state(served, llm):
+    state = served[0]
+    before = vars(state).copy()
     yield state
     asyncio.run(at_rest(llm))
     thread = llm.engine_thread
     assert state.num_active == state.num_entering == thread.num_waiting == thread.num_waiting_tokens == 0
     manager = llm.engine.scheduler.block_manager
     assert manager.num_free_blocks == manager.num_blocks
+    vars(state).update(before)
+
+
+@pytest.fixture
+def app(served, state):
+    return served[1]
 
 
 async def at_rest(llm) -> None:
