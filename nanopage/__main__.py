@@ -18,6 +18,7 @@ import nanopage
 from nanopage.terminal import models
 from nanopage.terminal.chat import chat
 from nanopage.terminal.compile import compile_layers
+from nanopage.terminal.grade import grade
 from nanopage.terminal.program import run
 from nanopage.terminal.transcribe import transcribe
 from nanopage.terminal.view import view
@@ -26,6 +27,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 app.command()(chat)
 app.command("compile")(compile_layers)
 app.command()(transcribe)
+app.command()(grade)
 app.command("models")(models.models)
 app.command()(models.show)
 app.command()(models.pull)

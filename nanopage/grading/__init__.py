@@ -1,0 +1,1 @@
+"""Grades an engine of the build-up track (docs/build/grade.md)."""
