@@ -13,6 +13,8 @@ from nanopage.grading.reference import Reference
 from nanopage.grading.story import tell
 from nanopage.grading.worlds import AMPLE, MAX_TOKENS, Request, World, draw_world, shrink
 
+INTERRUPTED = "KeyboardInterrupt"  # begins what is wrong if Ctrl-C ended a run
+
 
 def load(directory: Path) -> ModuleType:
     """Import a package and its module `engine` from a directory, under a name of its own."""
@@ -74,13 +76,16 @@ def grade(directory: Path, worlds: int, seed: int, reference: Reference) -> str 
     for number in range(seed, seed + worlds):
         run = grader.check(draw_world(number))
         if run.failure:
+            if run.failure.what.startswith(INTERRUPTED):
+                return f"World {number} was interrupted:\n\n{tell(run)}"
             cause = run.failure.cause
 
             def fails(world: World, cause: str = cause) -> bool:
                 failure = grader.check(world).failure
+                if failure is not None and failure.what.startswith(INTERRUPTED):
+                    raise KeyboardInterrupt
                 return failure is not None and failure.cause == cause
 
-            if "KeyboardInterrupt" not in run.failure.what:
-                run = grader.check(shrink(run.world, fails))
+            run = grader.check(shrink(run.world, fails))
             return f"World {number} fails. Made smaller, it still fails:\n\n{tell(run)}"
     return None

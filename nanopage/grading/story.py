@@ -42,9 +42,10 @@ class Blocks:
         for key, seen in step.running.items():
             self.meet(step, key, seen)
         for key, positions in step.computed.items():
-            seen, written = step.running[key], defaultdict(list)
-            self.lives[key].wrote.update(positions)
-            for position in positions[: len(seen.table) * self.size - positions.start]:
+            seen, written = step.running.get(key, Seen((), 0, ())), defaultdict(list)
+            if key in self.lives:
+                self.lives[key].wrote.update(positions)
+            for position in range(positions.start, min(positions.stop, len(seen.table) * self.size)):
                 block = seen.table[position // self.size]
                 written[block].append(position)
                 write = Write(step.number, key, seen.token_ids[: position + 1])
@@ -113,7 +114,9 @@ class Blocks:
                     "contain all tokens before it."
                 )
             return f"{begin}, but {other} had written other tokens there in step {held.step}."
-        wrong = next(write for write in reversed(writes) if write.tokens != mine)
+        wrong = next((write for write in reversed(writes) if write.tokens != mine), None)
+        if wrong is None:
+            return f"The table of {name(key)} names block {block} in a place where it had another one."
         other = f"{name(wrong.key)} wrote its position {len(wrong.tokens) - 1} to block {block} in step {wrong.step}"
         first = position // self.size * self.size
         if (wrong.key[0] == key[0] and wrong.key != key) or wrong.tokens[:first] == mine[:first] != ():

@@ -25,7 +25,7 @@ def grade(
 
         with tempfile.TemporaryDirectory(prefix="nanopage-grade-") as model_dir:
             story = grade(directory, worlds, seed, Reference(Path(model_dir)))
-        typer.echo(printable(story) if story else f"{worlds} worlds, {seed} to {seed + worlds - 1}: no difference.")
+        typer.echo(printable(story) if story else f"Worlds {seed} to {seed + worlds - 1}: no difference.")
         return 1 if story else 0
 
     run_command(work, verbose=False)
