@@ -51,9 +51,7 @@ class SpeculativeConfig:
             if name in values and name != "model":
                 check(f"speculative_config: {name}", values[name], kind)
         method = values["method"]
-        takes = (
-            ("prompt_lookup_max", "prompt_lookup_min") if method == "ngram" else ("model",) if method != "mtp" else ()
-        )
+        takes = {"ngram": ("prompt_lookup_max", "prompt_lookup_min"), "mtp": ()}.get(method, ("model",))
         for name in values:
             if name not in ("method", "num_speculative_tokens", *takes):
                 raise ValueError(f"speculative_config: {name} is not for method={method!r}")

@@ -11,8 +11,7 @@ A head has, beside its layer and its rope,
     taps                  which inputs of the model's layers it reads, as in `StepContext`
     begin(model, inputs)  these inputs [T, hidden_size] each -> the states [T, hidden_size]
     join(embeds, states)  the layer's input: of the next tokens' embeddings and of the states, [T, hidden_size] each
-    end(x)                the layer's output -> the next states
-    logits(model, states) of the next states, for all tokens of the model: [T, vocab_size]
+    end(model, x)         the layer's output -> the next states, and logits for all tokens of the model [T, vocab_size]
 """
 
 import torch
@@ -31,17 +30,16 @@ class MTPHead(nn.Module):
     Args: config: of the model, with one layer. num_layers: of the model.
     """
 
+    embed_tokens = None
+
     def __init__(self, config: ModelConfig, layer: nn.Module, num_layers: int):
         super().__init__()
-        size, self.taps, self.embed_tokens = config.hidden_size, (num_layers,), None
+        self.config, self.taps = config, [num_layers]
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = make_norm(config), make_norm(config)
-        self.fc = Linear(2 * size, size)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
         self.layers, self.norm = nn.ModuleList([layer]), make_norm(config)
+        self.layer = layer
         self.rotary = RotaryEmbedding((config.head_dim, config.rope))
-
-    @property
-    def layer(self) -> nn.Module:
-        return self.layers[0]
 
     def begin(self, model: Decoder, inputs: list[Tensor]) -> Tensor:
         return model.norm(inputs[0])
@@ -49,11 +47,9 @@ class MTPHead(nn.Module):
     def join(self, embeds: Tensor, states: Tensor) -> Tensor:
         return self.fc(torch.cat((self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(states)), dim=-1))
 
-    def end(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-    def logits(self, model: Decoder, states: Tensor) -> Tensor:
-        return scale_logits(model.lm_head(states), model.logit_divisor, model.logit_softcap)
+    def end(self, model: Decoder, x: Tensor) -> tuple[Tensor, Tensor]:
+        states = self.norm(x)
+        return states, scale_logits(model.lm_head(states), model.logit_divisor, model.logit_softcap)
 
 
 class EagleHead(nn.Module):
@@ -61,28 +57,22 @@ class EagleHead(nn.Module):
 
     Args:
         config: of the layer. Its vocabulary is the model's.
-        taps: the layers of the model whose inputs it reads.
-        num_logits: of the head's own vocabulary.
+        targets: the token of the model for each logit, int64.
         has_embeddings: whether the head has embeddings of its own. Otherwise it uses the model's.
         norm_first: whether the state that is added to the output of attention is normalized.
     """
 
-    targets: Tensor | None = None  # int64 [num_logits], the token of the model for each logit. None: the same
+    targets: Tensor
 
-    def __init__(
-        self, config: ModelConfig, taps: tuple[int, ...], num_logits: int, has_embeddings: bool, norm_first: bool
-    ):
+    def __init__(self, config: ModelConfig, taps: list[int], targets: Tensor, has_embeddings: bool, norm_first: bool):
         super().__init__()
-        size, self.taps, self.vocab_size = config.hidden_size, taps, config.vocab_size
+        self.config, self.taps, size = config, taps, config.hidden_size
         self.fc = Linear(len(taps) * size, size)
-        self.midlayer = EagleLayer(config, norm_first)
-        self.norm, self.lm_head = make_norm(config), Linear(size, num_logits)
+        self.midlayer = self.layer = EagleLayer(config, norm_first)
+        self.norm, self.lm_head = make_norm(config), Linear(size, len(targets))
+        self.register_buffer("targets", targets, persistent=False)
         self.rotary = RotaryEmbedding((config.head_dim, config.rope))
         self.embed_tokens = Embedding(config.vocab_size, size) if has_embeddings else None
-
-    @property
-    def layer(self) -> nn.Module:
-        return self.midlayer
 
     def begin(self, model: Decoder, inputs: list[Tensor]) -> Tensor:
         return self.fc(torch.cat(inputs, dim=-1))
@@ -90,14 +80,10 @@ class EagleHead(nn.Module):
     def join(self, embeds: Tensor, states: Tensor) -> Tensor:
         return torch.cat((embeds, states), dim=-1)
 
-    def end(self, x: Tensor) -> Tensor:
-        return x
-
-    def logits(self, model: Decoder, states: Tensor) -> Tensor:
-        logits = self.lm_head(self.norm(states))
-        if self.targets is None:
-            return logits
-        return logits.new_full((len(logits), self.vocab_size), -torch.inf).index_copy(1, self.targets, logits)
+    def end(self, model: Decoder, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.lm_head(self.norm(x))
+        everything = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return x, everything.index_copy(1, self.targets, logits)
 
 
 class EagleLayer(DecoderLayer):

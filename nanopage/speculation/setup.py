@@ -40,7 +40,7 @@ def choose_drafts(
     if speculation.method == "ngram":
         return lambda capacity: Drafts(NgramDrafter(speculation))
     if speculation.method in HEADS:
-        return lambda capacity: Drafts(HeadDrafter(speculation, executor.worker.wings.heads))
+        return lambda capacity: Drafts(HeadDrafter(executor.worker.wings.heads))
     path = hub.resolve(speculation.model)
     checkpoint = loader.open_checkpoint(path)
     draft_config = loader.read_config(checkpoint)

@@ -36,8 +36,8 @@ from nanopage.layers.linear import Linear
 from nanopage.models.decoder import Decoder
 from nanopage.models.meta import meta_model
 from nanopage.pooling.encode import Encode
-from nanopage.speculation.head_files import open_head
-from nanopage.speculation.head_worker import attach_head
+from nanopage.speculation.head_files import load_head
+from nanopage.speculation.head_worker import HeadWorker, Watched
 from nanopage.standby.worker import WorkerStandby
 from nanopage.startup.invariant import why_not_invariant
 from nanopage.startup.options import refused
@@ -111,7 +111,7 @@ def build_worker(
         return Worker(setup, decoder, wings, agree)
     head = None
     if config.speculation is not None and config.speculation.method in HEADS:
-        head = open_head(config.speculation, model_config, checkpoint)
+        head = load_head(config.speculation, model_config, checkpoint, setup.dtype, device)
     model, wings.stored_as, product = _load(setup, checkpoint, part, on_progress)
     wings.standby = WorkerStandby(model, partial(_load_others, setup, part))
     if (quantized := model_config.quantization) is not None and wings.stored_as != BLOCKS:
@@ -149,7 +149,8 @@ def build_worker(
             raise ValueError(f"batch_invariant=True does not work with {path}: steps would run {why}")
         wings.compiled = why or compiled
     if head is not None:
-        attach_head(setup, head, model, wings)
+        wings.heads = HeadWorker(setup, head, model)
+        wings.wrap = partial(Watched, wings.heads, wings.wrap)
     worker = Worker(setup, model, wings, agree)
     if wings.heads is not None:
         wings.heads.start(worker)
