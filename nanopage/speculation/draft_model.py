@@ -17,7 +17,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from nanopage.checks.speculation import MOST_ROWS, SpeculativeConfig
+from nanopage.checks.speculation import SpeculativeConfig
 from nanopage.config.options import EngineConfig
 from nanopage.engine.block_manager import BlockManager
 from nanopage.engine.schedule import Schedule
@@ -74,6 +74,7 @@ class ModelDrafter:
         self.max_num_tokens, self.max_model_len = config.token_budget(held.device), held.max_model_len
         self.vocab_size, self.same_vocab = vocab_size, same_vocab
         self.gains = DraftGains()
+        self.learn = self.gains.learn
         self.step_costs = StepCosts()  # of the draft model's steps
         self.token_seconds = 0.0  # for reading a token of a prompt
         self.seconds = 0.0  # that drafts have taken in this step, including reading prompts
@@ -85,9 +86,8 @@ class ModelDrafter:
     # Drafter
 
     def propose(self, decodes: list[Sequence], most: int, schedule: Schedule) -> dict[Sequence, list[int]]:
-        num_rows = len(schedule.singles)
-        times = self.gains.costs.of(num_rows)
-        if not self.works or schedule.chunks or num_rows > MOST_ROWS or times is None:
+        times = self.gains.times_of(schedule)
+        if not self.works or schedule.chunks or times is None:
             return {}
         started = time.perf_counter()
         self._forget([seq for seq in self.rows if seq.finished])
@@ -109,9 +109,6 @@ class ModelDrafter:
                 self.restart()
         self.seconds = time.perf_counter() - started
         return drafts
-
-    def learn(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
-        self.gains.learn(seq, num_drafted, num_accepted)
 
     def observe(self, stats: StepStats) -> None:
         # A prompt is read only once, so the time for reading it says nothing about later drafts.

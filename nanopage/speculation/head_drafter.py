@@ -3,11 +3,10 @@
 import time
 from typing import Any
 
-from nanopage.checks.speculation import MOST_ROWS
 from nanopage.engine.schedule import Schedule
 from nanopage.engine.sequence import Sequence
 from nanopage.outputs import StepStats
-from nanopage.speculation.lookup import DraftGains, StepCosts, num_rows_of
+from nanopage.speculation.lookup import DraftGains, StepCosts
 
 EXPECTED_TOKEN = 0.1  # time of a token of drafts, in steps of the model, before one is measured
 
@@ -25,9 +24,8 @@ class HeadDrafter:
         self.learn = self.gains.learn
 
     def propose(self, decodes: list[Sequence], most: int, schedule: Schedule) -> dict[Sequence, list[int]]:
-        num_rows = num_rows_of(schedule)
-        times = self.gains.costs.of(num_rows)
-        if num_rows > MOST_ROWS or times is None or any(seq not in decodes for seq, _ in schedule.chunks):
+        times = self.gains.times_of(schedule)
+        if times is None or any(seq not in decodes for seq, _ in schedule.chunks):
             return {}
         new, rooms = {each.row for each in schedule.batch.new}, {}
         for seq in decodes:
@@ -52,9 +50,8 @@ class HeadDrafter:
         self.gains.observe(stats, stats.seconds - self.seconds, self.seconds)
         self.seconds = 0.0
 
-    def rest(self) -> None:
-        self.heads.states.clear()
-
     def restart(self) -> None:
         self.heads.states.clear()
         self.seconds = 0.0
+
+    rest = restart

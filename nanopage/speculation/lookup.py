@@ -63,7 +63,7 @@ class DraftGains:
             schedule: the schedule of the step.
             seconds_to_make: number of tokens -> the time for making drafts of up to this length.
         """
-        times = self.costs.of(num_rows_of(schedule))
+        times = self.times_of(schedule)
         if times is None or self.may_lose <= 0:
             return {}
         a, b = times.line()
@@ -93,6 +93,12 @@ class DraftGains:
                 self._acceptance(reason).fade(0.99)
         return lengths
 
+    def times_of(self, schedule: Schedule) -> "StepTimes | None":
+        """The times of steps with as many rows as this one. None if they have not been measured, or are too many."""
+        # Decodes have several rows if layers with a state compute accepted tokens again.
+        num_rows = len(schedule.singles) + sum(num_tokens for _, num_tokens in schedule.chunks)
+        return None if num_rows > MOST_ROWS else self.costs.of(num_rows)
+
     def learn(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
         """Take in how many tokens of a draft were sampled."""
         state = state_of(seq)
@@ -113,12 +119,6 @@ class DraftGains:
 
     def _acceptance(self, reason: int) -> "Acceptance":
         return self.acceptance.setdefault(reason, Acceptance())
-
-
-def num_rows_of(schedule: Schedule) -> int:
-    """How many tokens a step computes beside its drafts. Decodes have several if layers with a state compute accepted
-    tokens again."""
-    return len(schedule.singles) + sum(num_tokens for _, num_tokens in schedule.chunks)
 
 
 def worths_of(schedule: Schedule, row: float) -> dict[Sequence, float]:
@@ -146,17 +146,14 @@ class NgramDrafter:
 
     def __init__(self, config: SpeculativeConfig):
         self.config, self.gains = config, DraftGains()
+        self.learn = self.gains.learn
 
     def propose(self, decodes: list[Sequence], most: int, schedule: Schedule) -> dict[Sequence, list[int]]:
-        num_rows = len(schedule.singles)
-        if schedule.chunks or num_rows > MOST_ROWS or self.gains.costs.of(num_rows) is None:
+        if schedule.chunks or self.gains.times_of(schedule) is None:
             return {}
         drafts = {seq: draft for seq in decodes if (draft := self._draft(seq))}
         lengths = self.gains.choose({seq: len(draft) for seq, draft in drafts.items()}, most, schedule)
         return {seq: drafts[seq][:length] for seq, length in lengths.items()}
-
-    def learn(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
-        self.gains.learn(seq, num_drafted, num_accepted)
 
     def observe(self, stats: StepStats) -> None:
         self.gains.observe(stats, stats.seconds)

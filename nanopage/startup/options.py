@@ -95,10 +95,8 @@ def _refused_by_head(config: EngineConfig, model_config: ModelConfig, path: Path
     """What does not fit a head that makes drafts."""
     if model_config.model_impl == "transformers":
         yield f"{option} does not work with model_impl='transformers': its modules keep their hidden states"
-    if model_config.mixer.get("input_size"):
-        yield f"{option} does not work with {path}: its layers hand on more than hidden states"
-    if None not in model_config.sliding_windows:
-        yield f"{option} does not work with {path}: a head needs pages that some layer has without a window"
+    if model_config.mixer.get("input_size") or None not in model_config.sliding_windows:
+        yield f"{option} does not work with {path}: its layers look up the tokens, or all have a window or a state"
     if config.load_format == "dummy" and option.endswith("'mtp'"):
         yield f"{option} and load_format='dummy' exclude each other: there are no files with a head"
 

@@ -238,13 +238,22 @@ def test_a_head_that_is_always_right_is_accepted_whole(tmp_path, method, make):
     model, head = make(tmp_path)
     options = {"block_size": 8, "max_num_batched_tokens": 16}
     llm = load(model, method, head, length=4, **options)
+    heads = llm.engine.executor.worker.wings.heads
+    read = heads.read
+
+    def reading(batch):
+        read(batch)
+        assert all(kept.untyped_storage().nbytes() == kept.nbytes for _, kept in heads.states.values())
+        assert not {fork.row for fork in batch.forks} & heads.states.keys()  # nothing of the rows' previous sequences
+
+    heads.read = reading
     found, drafts = run(llm)
     assert found == [[[(prompt[-1] + 1 + i) % VOCAB_SIZE for i in range(14)]] for prompt in PROMPTS]
     assert accepted_share(llm) == 1 and len(drafts) < 14
     assert run(llm, SAMPLED)[0] == run(load(model, **options), SAMPLED)[0]
     longer = [prompt + tokens[:-1] for prompt, (tokens,) in zip(PROMPTS, found, strict=True)]  # prefixes are cached
     assert run(llm, prompts=longer)[0] == run(load(model, **options), prompts=longer)[0]
-    assert not llm.engine.executor.worker.wings.heads.states  # at rest
+    assert heads.works and not heads.states  # at rest
 
 
 def test_a_head_that_fails_is_not_used_again(target, tmp_path, monkeypatch, caplog):
@@ -317,7 +326,7 @@ def test_methods_that_do_not_fit_the_model_are_refused(target, tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load(target, "eagle3", tmp_path / "nowhere")
     gemma = tiny_model(tmp_path / "gemma", "gemma3n_text")
-    with pytest.raises(ValueError, match="its layers hand on more than hidden states"):
+    with pytest.raises(ValueError, match="its layers look up the tokens"):
         load(gemma, "eagle3", tmp_path / "head")
 
 
