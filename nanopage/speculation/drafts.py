@@ -8,8 +8,8 @@ later steps overwrite their K and V. So the output does not depend on drafts; on
 Layers with a state (see state/layer_kinds.py) keep the state before the draft, because it is not known yet which tokens
 are accepted. The next step computes the accepted tokens again, together with those that follow.
 
-A `Drafter` makes the guesses (see lookup.py and draft_model.py). `Drafts` decides which guesses a step tries, and which
-tokens follow from the samples.
+A `Drafter` makes the guesses (see lookup.py, draft_model.py and head_drafter.py). `Drafts` decides which guesses a step
+tries, and which tokens follow from the samples.
 """
 
 from bisect import insort

@@ -30,7 +30,7 @@ class HeadDrafter:
         new, rooms = {each.row for each in schedule.batch.new}, {}
         for seq in decodes:
             room = min(self.heads.length, seq.max_total_tokens - 1 - len(seq.token_ids))
-            if room > 0 and seq.row not in new and self.heads.knows(seq.row, len(seq.token_ids) - 2):
+            if room > 0 and seq.row not in new and self.heads.state(seq.row, len(seq.token_ids) - 2) is not None:
                 rooms[seq] = room
         measured = self.costs.of(len(rooms))
         seconds = measured.plain if measured else EXPECTED_TOKEN * times.plain

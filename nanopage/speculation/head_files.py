@@ -80,18 +80,13 @@ def _open_mtp(model: ModelConfig, checkpoint: Checkpoint) -> tuple[Path, dict[St
 
 def _open_eagle(path: Path, model: ModelConfig) -> tuple[Path, dict[StoredTensor, str], Any]:
     """As `_open_mtp`."""
-    if path.suffix == ".gguf":
-        raise ValueError(f"speculative_config: {path} is a .gguf file; a head for method='eagle3' is a directory")
     values = read_json(path / "config.json")
     fields = Fields(values, str(path / "config.json"))
     if values.get("architectures") not in [[name] for name in EAGLE]:
         raise fields.unsupported("architectures", shown(values.get("architectures")), EAGLE)
-    for name, wanted in {
-        "hidden_size": model.hidden_size,
-        "vocab_size": model.vocab_size,
-        "num_hidden_layers": 1,
-    }.items():
-        fields.choice(name, (wanted,))
+    wanted = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size, "num_hidden_layers": 1}
+    for name, size in wanted.items():
+        fields.choice(name, (size,))
     config = config_from_dict(values | {"architectures": ["LlamaForCausalLM"]}, fields.source)
     if config.quantization is not None:
         raise fields.unsupported("quantization_config", "of a head")

@@ -59,8 +59,7 @@ class HeadWorker:
         self.per_draft = (size + self.length - 2) // size + 1  # blocks of a draft
         self.first = capacity.num_blocks  # of these blocks
         num_blocks = self.first + self.per_draft * min(setup.config.max_num_seqs, MOST_ROWS)
-        held = num_blocks, size, setup.dtype, setup.device, capacity.num_host_blocks
-        self.kv_cache = KVCache(self.head.config, *held)
+        self.kv_cache = KVCache(self.head.config, num_blocks, size, setup.dtype, setup.device, capacity.num_host_blocks)
         self.kv_cache.tensor.zero_()  # attention reads positions that nothing was written to, as above
         self.runner, self.of_model = worker.runner, worker.kv_cache
         worker.runner.kv_cache = self  # type: ignore[assignment]  # which moves blocks of both
@@ -92,34 +91,34 @@ class HeadWorker:
         inputs = [self.taps[tap][: batch.num_tokens].to(self.setup.dtype) for tap in self.head.taps]
         states = self.head.begin(self.model, inputs)
         self.taps.update(dict.fromkeys(self.taps))  # frees their memory
-        pairs, parts = Batch(), []
+        found = []
         for row, start, own in zip(batch.rows, batch.starts, states.split(batch.counts), strict=True):
-            if self.knows(row, start - 1):
-                start, own = start - 1, torch.cat((self._state(row, start - 1), own))
+            if (before := self.state(row, start - 1)) is not None:
+                start, own = start - 1, torch.cat((before, own))
             if len(own) > 1:
-                pairs.rows.append(row)
-                pairs.starts.append(start)
-                pairs.counts.append(len(own) - 1)
-                parts.append(own[:-1])
+                found.append((row, start, own[:-1]))
             kept = own[-self.length - 1 :].clone()  # a view would keep the states of the whole step
             self.states[row] = start + len(own) - len(kept), kept
-        if parts:
+        if found:
+            rows, starts, parts = zip(*found, strict=True)
+            pairs = Batch(rows=[*rows], starts=[*starts], counts=[*map(len, parts)])
             x, step = self._join(pairs, self.pages, torch.cat(parts))
             layer = self.head.layer
             _, k, v = layer.before(x, *step.rotations[0])
             step.write(layer.self_attn, k, v)
 
-    def knows(self, row: int, position: int) -> bool:
-        """Whether the state at a position of a row is known."""
+    def state(self, row: int, position: int) -> Any:
+        """The state at a position of a row, [1, hidden_size]. None if it is not known."""
         first, states = self.states.get(row, (0, ()))
-        return first <= position < first + len(states)
+        index = position - first
+        return states[index : index + 1] if 0 <= index < len(states) else None
 
     @torch.inference_mode()
     def draft(self, wanted: list[tuple[int, int, int]]) -> list[list[int]]:
         """Make drafts. Args: wanted: of each, the row, how many of its tokens are known, and the length, the longest
         first. The state before the last known token is known."""
         rows, ends, lengths = np.array(wanted).T
-        states, made = torch.cat([self._state(row, num_tokens - 2) for row, num_tokens, _ in wanted]), []
+        states, made = torch.cat([self.state(row, num_tokens - 2) for row, num_tokens, _ in wanted]), []
         self._begin(rows, (ends - 2) // self.kv_cache.block_size)
         for place in range(lengths[0]):
             num = int((lengths > place).sum())
@@ -127,18 +126,10 @@ class HeadWorker:
             pairs = Batch(rows=rows.tolist(), starts=(places - 2).tolist(), counts=[1] * num)
             x, step = self._join(pairs, self.drafts, states[:num])
             states, logits = self.head.end(self.model, self.head.layer(x, step))
-            sampler = self.runner.sampler
-            tokens = sampler.sample(sampler.change(logits, rows, places), rows, places)
-            self.runner.table.record(rows, places, tokens)  # steps overwrite them
-            made.append(tokens)
-        columns = [tokens.tolist() for tokens in made]
+            made.append(self.runner.sampler(logits, rows, places))  # and writes them to the table; steps overwrite them
+        columns = [samples.result()[0] for samples in made]
         drafts = [[column[i] for column in columns[:length]] for i, length in enumerate(lengths)]
         return [[*takewhile(lambda token: token >= 0, draft)] for draft in drafts]  # NO_TOKEN ends one
-
-    def _state(self, row: int, position: int) -> Tensor:
-        """A state that is known, [1, hidden_size]."""
-        first, states = self.states[row]
-        return states[position - first : position - first + 1]
 
     def _begin(self, rows: np.ndarray, blocks: np.ndarray) -> None:
         """Give drafts their blocks: those of their sequences, and from these on, which are written to, blocks of their

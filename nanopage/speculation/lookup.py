@@ -1,5 +1,5 @@
 """Speculative decoding: NgramDrafter guesses the next tokens of sequences from their own tokens. DraftGains decides
-which drafts pay, including the drafts of a draft model (draft_model.py).
+which drafts pay, including those of a draft model (draft_model.py) and of a head (head_drafter.py).
 
 A text often repeats parts of itself: an answer quotes the document it is about, an edit copies most of the code. If the
 last few tokens of a sequence have occurred in it before, the draft is what followed them there (prompt lookup; Saxena

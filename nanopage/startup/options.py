@@ -78,7 +78,11 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
     if model_config.state and config.enable_lora:
         yield f"enable_lora does not work here: {path} has layers with a state"
     if (speculation := config.speculation) is not None and speculation.method in HEADS:
-        yield from _refused_by_head(config, model_config, path, f"speculative_config: method={speculation.method!r}")
+        method = f"speculative_config: method={speculation.method!r}"
+        if model_config.model_impl == "transformers":
+            yield f"{method} does not work with model_impl='transformers': its modules keep their hidden states"
+        if model_config.mixer.get("input_size") or None not in model_config.sliding_windows:
+            yield f"{method} does not work with {path}: its layers look up the tokens, or all have a window or a state"
     if model_config.encoded_positions:
         yield from _refused_by_encoder(config, model_config, path)
     if model_config.mixer.get("input_size"):  # of Gemma 4: inputs of layers
@@ -89,16 +93,6 @@ def _refused_by_model(config: EngineConfig, model_config: ModelConfig, path: Pat
             yield f"{name} does not work with model_impl='transformers': its modules take tokens"
     if model_config.experts is None and config.enable_expert_parallel:
         yield f"enable_expert_parallel=True, but {path} has no experts"
-
-
-def _refused_by_head(config: EngineConfig, model_config: ModelConfig, path: Path, option: str) -> Iterator[str]:
-    """What does not fit a head that makes drafts."""
-    if model_config.model_impl == "transformers":
-        yield f"{option} does not work with model_impl='transformers': its modules keep their hidden states"
-    if model_config.mixer.get("input_size") or None not in model_config.sliding_windows:
-        yield f"{option} does not work with {path}: its layers look up the tokens, or all have a window or a state"
-    if config.load_format == "dummy" and option.endswith("'mtp'"):
-        yield f"{option} and load_format='dummy' exclude each other: there are no files with a head"
 
 
 def _refused_by_encoder(config: EngineConfig, model_config: ModelConfig, path: Path) -> Iterator[str]:
