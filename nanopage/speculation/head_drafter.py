@@ -38,8 +38,7 @@ class HeadDrafter:
         if not lengths:
             return {}
         seqs = sorted(lengths, key=lambda seq: -lengths[seq])
-        started = time.perf_counter()
-        asked = [(seq.row, len(seq.token_ids), lengths[seq]) for seq in seqs]
+        asked, started = [(seq.row, len(seq.token_ids), lengths[seq]) for seq in seqs], time.perf_counter()
         drafts = self.heads.attempt(self.heads.draft, asked) or []
         self.seconds = time.perf_counter() - started
         if drafts:

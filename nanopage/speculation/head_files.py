@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanopage.checks.fields import Fields
-from nanopage.checks.speculation import SpeculativeConfig
+from nanopage.checks.speculation import HEADS
 from nanopage.config.model import ModelConfig
 from nanopage.cpu.packed import pack
 from nanopage.cpu.packed_linear import can_pack
@@ -22,6 +22,7 @@ from nanopage.speculation.heads import EagleHead, MTPHead
 from nanopage.weights import hub
 from nanopage.weights.allocation import materialize
 from nanopage.weights.loader import Checkpoint, check_fit, fill, slots, stored_tensors_of
+from nanopage.worker.setup import Setup
 
 EAGLE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 TAPS = "eagle_aux_hidden_state_layer_ids"  # the name of vLLM
@@ -35,18 +36,19 @@ MTP_NAMES = {
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")
 
 
-def load_head(
-    speculation: SpeculativeConfig, model: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> Any:
-    """Args: model, checkpoint: of the model.
+def load_head(setup: Setup, checkpoint: Checkpoint) -> Any:
+    """The head that the options of an engine ask for. None: they ask for none. Args: checkpoint: of the model.
 
     Raises: FileNotFoundError; ValueError naming what is not there, is not supported or does not fit the model;
         MemoryError as `load_model`.
     """
+    speculation, dtype, device = setup.config.speculation, setup.dtype, setup.device
+    if speculation is None or speculation.method not in HEADS:
+        return None
     if speculation.method == "mtp":
-        path, names, head = _open_mtp(model, checkpoint)
+        path, names, head = _open_mtp(setup.model_config, checkpoint)
     else:
-        path, names, head = _open_eagle(hub.resolve(speculation.model), model)
+        path, names, head = _open_eagle(hub.resolve(speculation.model), setup.model_config)
     check_fit(slots(head), [replace(tensor, name=name) for tensor, name in names.items()], path)
     if device.type == "cuda":
         group_experts(head)

@@ -16,7 +16,6 @@ from nanopage.adapters.worker import attach_adapters
 from nanopage.audio import WHISPER
 from nanopage.audio.mel import NUM_TIMESTAMPS
 from nanopage.audio.sampler import TranscriptSampler
-from nanopage.checks.speculation import HEADS
 from nanopage.config.model import ModelConfig
 from nanopage.config.options import EngineConfig
 from nanopage.cpu.aot import Compiled
@@ -109,9 +108,7 @@ def build_worker(
         setup, decoder = load_decoder(setup, on_progress)
         wings.standby = WorkerStandby(decoder, load=None)
         return Worker(setup, decoder, wings, agree)
-    head = None
-    if config.speculation is not None and config.speculation.method in HEADS:
-        head = load_head(config.speculation, model_config, checkpoint, setup.dtype, device)
+    head = load_head(setup, checkpoint)
     model, wings.stored_as, product = _load(setup, checkpoint, part, on_progress)
     wings.standby = WorkerStandby(model, partial(_load_others, setup, part))
     if (quantized := model_config.quantization) is not None and wings.stored_as != BLOCKS:
