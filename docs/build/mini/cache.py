@@ -18,7 +18,7 @@ class Step:
     positions: Tensor  # [T], the place of each token in its sequence
     slot_mapping: Tensor  # [T], where its K and V go: block * block_size + offset
     rows: Tensor  # [T], its sequence, from 0 to B - 1
-    block_tables: Tensor  # [B, max_blocks], those of the sequences; behind the end of a shorter one -1
+    block_tables: Tensor  # [B, max_blocks], those of the sequences; -1 past the end of a shorter one
     last: Tensor  # [B], the last token of each sequence, from 0 to T - 1
 
 

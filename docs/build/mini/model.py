@@ -26,7 +26,7 @@ class Model:
         raise NotImplementedError("milestone 2")
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden_size] behind the last norm, of token_ids and positions, int64 [T] each."""
+        """Hidden states [T, hidden_size] after the last norm, of token_ids and positions, int64 [T] each."""
         raise NotImplementedError("milestone 2")
 
     def logits(self, hidden: Tensor) -> Tensor:

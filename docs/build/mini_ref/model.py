@@ -46,7 +46,7 @@ class Model:
         self.dtype = self.weights["lm_head.weight"].dtype
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, hidden_size] behind the last norm, of token_ids and positions, int64 [T] each."""
+        """Hidden states [T, hidden_size] after the last norm, of token_ids and positions, int64 [T] each."""
         x = F.embedding(token_ids, self.weights["model.embed_tokens.weight"])
         angles = positions[:, None, None].float() * self.frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)  # [T, 1, head_dim / 2]
