@@ -54,15 +54,17 @@ logger = logging.getLogger("nanopage")
 
 TIME_LIMIT = 20 * 60  # seconds, for compiling everything
 LOOK_SECONDS = 1.0  # between two looks for compiled code
-BUSY_SECONDS = 30.0  # after which an engine that always has requests compiles beside them
+BUSY_SECONDS = 30.0  # without a rest, after which an engine compiles beside its steps
+IDLE, BESIDE_STEPS = 19, 10  # the niceness of the process that compiles
 
 
 class Compiled:
     """Runs steps with compiled decoder layers and a compiled head, once another process has compiled them.
 
-    Compiling starts when no request is left for the first time, because beside a step it slows the step down. If there
-    is always a request, it starts after half a minute. It goes on after this process has ended: a program that asks one
-    question ends before the code is ready, and the next program finds the code. Steps use the code as soon as it is
+    Compiling starts when no request is left for the first time, and takes only time in which the CPU is idle, because
+    beside a step it slows the step down. If there is always a request for half a minute, it takes a tenth of the CPU:
+    it would never get on otherwise. It goes on after this process has ended: a program that asks one question ends
+    before the code is ready, and the next program finds the code. Steps use the code as soon as it is
     found, also in the middle of a request. Compiled code rounds differently, so a near-tie may fall the other way, as
     it may whenever another request begins or ends. float64 is not compiled, and with `invariant` no step is eager. A
     damaged file is compiled again, once. Any other failure to compile or load is logged once, and steps run eagerly
@@ -107,10 +109,11 @@ class Compiled:
         self.layers: CompiledLayers | None = None  # None until they are loaded
         self.head: CompiledHead | None = None
         self._process: subprocess.Popen | None = None
+        self._niceness = 0  # of the process
         self._log: Path | None = None  # gets what the process prints
         self._given_up = False
         self._damaged: set[str] = set()  # names of parts whose files were damaged
-        self._first_step: float | None = None  # when it ran
+        self._busy_since: float | None = None  # since the last rest
         self._next_look = 0.0
         self.may_compile = may_compile()
         self._load_if_ready()
@@ -123,13 +126,12 @@ class Compiled:
 
     def fits(self, batch: Batch) -> bool:
         if self.layers is None and (now := time.monotonic()) >= self._next_look:
-            if self._first_step is None:
-                self._first_step = now
+            self._busy_since = self._busy_since or now
             self._load_if_ready()
             if self.layers is not None:
                 logger.info("the decoder layers are compiled: from now on steps use them")
-            elif now - self._first_step >= BUSY_SECONDS:  # without a rest, which would have started it
-                self.start()
+            elif now - self._busy_since >= BUSY_SECONDS:
+                self.start(beside_steps=True)
             self._next_look = now + LOOK_SECONDS
         return self.layers is not None
 
@@ -172,7 +174,7 @@ class Compiled:
             raise RuntimeError("NANOPAGE_COMPILE=never: the decoder layer is not compiled")
         try:
             while self.layers is None and not self._given_up:  # a second time if a file is damaged
-                self._start(in_background=False)
+                self._start(niceness=0)
                 if on_progress is not None:
                     made = [name for name in self.files if find_file(self.directory, name) is not None]
                     on_progress(len(made), len(self.files))
@@ -194,10 +196,19 @@ class Compiled:
             self._give_up(f"compiling the decoder layer failed (see {self._log})")
         return False
 
-    def start(self) -> None:
-        """Start compiling in the background, if it is needed and allowed, unless another process compiles the same."""
-        self._next_look = 0.0  # the first step after a rest looks at once
-        if self._start(in_background=True):
+    def start(self, beside_steps: bool = False) -> None:
+        """Start compiling in the background, if it is needed and allowed, unless another process compiles the same.
+
+        Args: beside_steps: of an engine without a rest. Its process that waits for an idle CPU is killed, because
+            nobody may raise its priority. Another one begins once that has ended, and keeps what is compiled.
+        """
+        was_told = self._niceness > 0
+        if not beside_steps:
+            self._busy_since, self._next_look = None, 0.0  # the first step after a rest looks at once
+        elif self._process is not None and self._niceness == IDLE:
+            self._kill()
+            self._process = None
+        if self._start(BESIDE_STEPS if beside_steps else IDLE) and not was_told:
             told = {"for_user": True}  # chat.py shows it, too
             more = ", once more for steps with adapters" if self.spec["adapted"] else ""
             logger.info(
@@ -207,7 +218,7 @@ class Compiled:
                 extra=told,
             )
 
-    def _start(self, in_background: bool) -> bool:
+    def _start(self, niceness: int) -> bool:
         """Start the process that compiles, if need be. Returns whether it has been started."""
         if self.layers is not None or not self.may_compile or self._process is not None or self._given_up:
             return False
@@ -225,11 +236,12 @@ class Compiled:
         except OSError as error:
             self._give_up(f"the decoder layer cannot be compiled: {error}")
             return False
-        if in_background:  # it runs only when the CPU is idle, from its first import on
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)  # because some systems have no SCHED_IDLE
-            if hasattr(os, "SCHED_IDLE"):  # Linux
-                with contextlib.suppress(OSError):  # some containers forbid this
-                    os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
+        self._niceness = niceness
+        if niceness:
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
+        if niceness == IDLE and hasattr(os, "SCHED_IDLE"):  # Linux: only when the CPU is idle, from the first import on
+            with contextlib.suppress(OSError):  # some containers forbid this
+                os.sched_setscheduler(self._process.pid, os.SCHED_IDLE, os.sched_param(0))
         atexit.register(_say_that_it_goes_on, self._process)
         return True
 
@@ -251,10 +263,14 @@ class Compiled:
             os.close(descriptor)
 
     def _stop(self) -> None:
-        """Kill the process that compiles, if it still runs."""
+        """Kill the process that compiles, if it still runs, and wait for its end."""
+        self._kill()
+        if self._process is not None:
+            self._process.wait()
+
+    def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)  # the C++ compilers that it runs, too
-            self._process.wait()
 
     def _load_if_ready(self) -> None:
         if self.layers is not None or not self.ready():
@@ -333,8 +349,8 @@ class Compiled:
 def _say_that_it_goes_on(process: subprocess.Popen) -> None:
     if process.poll() is None:
         logger.warning(
-            "nanopage is still compiling the model's layers, for its next start. This goes on in the background, when "
-            f"the CPU is idle, for at most {TIME_LIMIT // 60} minutes. NANOPAGE_COMPILE=never prevents it"
+            "nanopage is still compiling the model's layers, for its next start. This goes on in the background, with "
+            f"a low priority, for at most {TIME_LIMIT // 60} minutes. NANOPAGE_COMPILE=never prevents it"
         )
 
 
@@ -375,12 +391,8 @@ def _key(config: ModelConfig, spec: dict[str, Any]) -> str:
     if config.experts is not None:
         sizes["experts"] = asdict(config.experts) | {"layers": None}  # names of files say it
     parts = [torch.__version__, *processor(), spec["dtype"], spec["kv_dtype"], spec["block_size"]]
-    parts += [
-        spec["threads"],
-        spec["tiled"],
-        spec["invariant"],
-        sorted((name, repr(value)) for name, value in sizes.items()),
-    ]
+    parts += [spec["threads"], spec["tiled"], spec["invariant"]]
+    parts.append(sorted((name, repr(value)) for name, value in sizes.items()))
     digest = hashlib.sha256(repr(parts).encode())
     for source in sources:
         digest.update(source.read_bytes())

@@ -179,7 +179,7 @@ class ModelProcess:
 
     def _tree(self) -> list[psutil.Process]:
         """The process and its workers, which are all in its session. Compiling processes have sessions of their own:
-        they go on when the process ends, for its next start, and run only when the CPU is idle."""
+        they go on when the process ends, for its next start, and run with a low priority."""
         found: list[psutil.Process] = []
         if self._process is None or self._process.returncode is not None:  # not started, or its id may be another's
             return found

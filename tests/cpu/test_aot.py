@@ -663,7 +663,7 @@ def not_ready(directory, monkeypatch):
         is_ready = True
 
     monkeypatch.setattr(aot.Compiled, "ready", lambda self: is_ready)
-    monkeypatch.setattr(aot.Compiled, "start", lambda self: None)
+    monkeypatch.setattr(aot.Compiled, "start", lambda self, beside_steps=False: None)
     return become_ready
 
 
@@ -687,18 +687,34 @@ def test_the_engine_works_meanwhile_and_changes_over_between_two_steps(model, no
     assert looked == [False] * num_steps + [True] * (len(looked) - num_steps) and len(looked) > 12
 
 
-def test_an_engine_that_always_has_requests_compiles_beside_them(model, monkeypatch, tmp_path):
+def sleeping():
+    return subprocess.Popen(["sleep", "60"], start_new_session=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nice values")
+@pytest.mark.parametrize("rested", [False, True])
+def test_an_engine_that_always_has_requests_compiles_beside_them(model, monkeypatch, tmp_path, caplog, rested):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(aot, "LOOK_SECONDS", 0.0)
     started = []
-    monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: started.append(self) or subprocess.Popen(["true"]))
+    monkeypatch.setattr(aot.Compiled, "_spawn", lambda self: started.append(sleeping()) or started[-1])
     engine = engine_of(model)
     engine.add_request("0", [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
     engine.step()
     assert not started
+    if rested:  # the process that waits for an idle CPU would wait for ever
+        finish(engine)
+        (idle,) = started
+        assert os.getpriority(os.PRIO_PROCESS, idle.pid) == 19
+        engine.add_request("1", [5, 6, 7], SamplingParams(max_tokens=9, ignore_eos=True))
     monkeypatch.setattr(aot, "BUSY_SECONDS", 0.0)
-    engine.step()
-    assert len(started) == 1 and engine.has_unfinished_requests()
+    for _ in range(3):
+        engine.step()
+    assert len(started) == 1 + rested and engine.has_unfinished_requests()
+    assert os.getpriority(os.PRIO_PROCESS, started[-1].pid) == 10
+    started.pop().kill()
+    assert all(process.wait(timeout=10) == -signal.SIGKILL for process in started)
+    assert sum(hasattr(record, "for_user") for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("end", ["the last token", "an abort"])
