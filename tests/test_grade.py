@@ -59,7 +59,7 @@ BUGS = {  # name: (first world, what the story says of the cause, file, text, it
     ),
     "tokens see other sequences": (
         *(0, "A token must see its own sequence and no other"),
-        *("attention.py", "(places // max_len == rows[:, None])", "(places // max_len <= rows[:, None])"),
+        *("attention.py", "(places // room == rows[:, None])", "(places // room <= rows[:, None])"),
     ),
     "steps do nothing": (
         *(0, "A sequence never ends, or one that waits is never admitted"),

@@ -57,12 +57,44 @@ def prompts():
 
 
 @pytest.fixture
-def start(model_dir):
+def end_preemptions():
+    """Makes it an error if a scheduler preempts without end."""
+
+    def end_preemptions(scheduler, most=500):
+        calls, preempt = [], scheduler.preempt
+
+        def counted(seq):
+            calls.append(seq)
+            assert len(calls) <= most, f"{seq.request_id} is preempted again and again: is it still in `running`?"
+            preempt(seq)
+
+        scheduler.preempt = counted
+
+    return end_preemptions
+
+
+@pytest.fixture
+def start(model_dir, end_preemptions):
     """Makes an engine. Large numbers, so that a test says what it limits."""
     from built.engine import Engine
 
     large = {"num_blocks": 100, "block_size": 4, "max_num_seqs": 50, "max_num_batched_tokens": 1000}
-    return lambda **limits: Engine(model_dir, **large | limits)
+
+    def start(**limits):
+        engine = Engine(model_dir, **large | limits)
+        compute = engine.compute
+
+        def checked(batch):
+            strangers = [seq.request_id for seq, _ in batch if seq not in engine.scheduler.running]
+            assert not strangers, f"{strangers} are in the step and not in `running`: preempted, and not taken out?"
+            assert engine.running is engine.scheduler.running, "`running` must stay the same list: change it in place"
+            return compute(batch)
+
+        engine.compute = checked
+        end_preemptions(engine.scheduler)
+        return engine
+
+    return start
 
 
 @pytest.fixture
@@ -85,6 +117,8 @@ def run():
 
 def check(engine):
     """What holds after each step: every block in a table is counted, and no table is longer than it needs to be."""
+    assert engine.running is engine.scheduler.running, "`running` must stay the same list: change it in place"
     tables = [block for seq in engine.running for block in seq.block_table]
-    assert engine.blocks.ref_counts == {block: tables.count(block) for block in tables}
-    assert engine.blocks.num_free + len(set(tables)) == engine.blocks.num_blocks
+    counts = {block: tables.count(block) for block in tables}
+    assert engine.blocks.ref_counts == counts, "ref_counts are not those of the tables of `running`"
+    assert engine.blocks.num_free + len(set(tables)) == engine.blocks.num_blocks, "blocks are lost"

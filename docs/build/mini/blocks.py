@@ -73,7 +73,8 @@ class BlockManager:
         raise NotImplementedError("milestone 5")
 
     def free(self, seq: Sequence) -> None:
-        """Drop a sequence's table. The end of a prefix is evicted before its beginning."""
+        """Empty a sequence's table. `num_computed` is left to the caller. The end of a prefix is evicted before its
+        beginning."""
         raise NotImplementedError("milestone 5")
 
     def take(self) -> int:

@@ -23,7 +23,7 @@ class Step:
 
 
 def prepare(batch: list[tuple[Sequence, int]], blocks: BlockManager) -> Step:
-    """Make the tensors of a step that computes the next tokens of each sequence, as many as the batch says."""
+    """The tensors of a step that computes the next tokens of each sequence, as many as the batch says. Only reads."""
     raise NotImplementedError("milestone 5")
 
 

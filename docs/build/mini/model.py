@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-# (layer, rotated q [T, num_heads, head_dim], rotated k and v [T, num_kv_heads, head_dim]) -> [T, num_heads, head_dim]
+# (layer, q [T, num_heads, head_dim], k and v [T, num_kv_heads, head_dim]) -> [T, num_heads, head_dim]; q, k are rotated
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model:
     """A Llama, from config.json and the .safetensors files of a directory. It computes in the type of its weights.
 
-    Raises: ValueError if config.json says that it is another model, or has other attention, RoPE or weights.
+    Raises: ValueError unless config.json says LlamaForCausalLM, the default rope type, SiLU and no quantization.
 
     T: all tokens of a step, those of several sequences one after the other. Everything but attention treats each token
     by itself, so it does not matter whose they are.

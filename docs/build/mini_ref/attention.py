@@ -41,7 +41,7 @@ def paged_attention(
     q: [T, num_heads, head_dim]. keys, values: [num_blocks + 1, block_size, num_kv_heads, head_dim], of a layer.
     block_tables, rows, positions: see `cache.Step`. Returns: [T, num_heads, head_dim].
     """
-    max_len = block_tables.shape[1] * keys.shape[1]
-    places = torch.arange(block_tables.shape[0] * max_len)  # of all sequences, one after the other
-    seen = (places // max_len == rows[:, None]) & (places % max_len <= positions[:, None])
+    room = block_tables.shape[1] * keys.shape[1]
+    places = torch.arange(block_tables.shape[0] * room)  # of all sequences, one after the other
+    seen = (places // room == rows[:, None]) & (places % room <= positions[:, None])
     return attend(q, keys[block_tables].flatten(0, 2), values[block_tables].flatten(0, 2), seen)

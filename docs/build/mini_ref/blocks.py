@@ -84,7 +84,8 @@ class BlockManager:
         return True
 
     def free(self, seq: Sequence) -> None:
-        """Drop a sequence's table. The end of a prefix is evicted before its beginning."""
+        """Empty a sequence's table. `num_computed` is left to the caller. The end of a prefix is evicted before its
+        beginning."""
         for block in reversed(seq.block_table):
             self.drop(block)
         seq.block_table.clear()

@@ -49,7 +49,7 @@ class Engine:
         """Let a request wait for its turn. Its n answers share the blocks of the prompt, and differ in the noise of
         their tokens. An answer ends after `max_tokens` tokens, or with a token of `stop_ids`, which is its last.
 
-        Raises: ValueError if the request cannot run, or if another one has its id.
+        Raises: ValueError if a value is wrong, if prompt and answer could exceed `max_len`, or if the id is in use.
         """
         if any(seq.request_id == request_id for seq in (*self.scheduler.waiting, *self.running)):
             raise ValueError(f"{request_id}: another request has this id")

@@ -1,9 +1,9 @@
 from functools import partial
 
 import torch
-from built.attention import attend, paged_attention
+from built.attention import attend, attend_one, paged_attention
 from built.blocks import BlockManager, Sequence
-from built.cache import PagedCache, prepare
+from built.cache import PagedCache, Step, prepare
 
 
 def test_a_table_grows_by_the_blocks_that_are_missing():
@@ -39,6 +39,37 @@ def test_a_step_says_where_everything_goes():
     assert step.rows.tolist() == [0, 0, 0, 1]
     assert step.block_tables.tolist() == [[5, 2], [6, -1]]
     assert step.last.tolist() == [2, 3]
+
+
+def example():
+    """The step of the example on the page, with q, k and v. Of K and V, the first tokens of A are written already."""
+    slots = torch.tensor([23, 8, 9, 24])
+    tables, rows, positions = torch.tensor([[5, 2], [6, -1]]), torch.tensor([0, 0, 0, 1]), torch.tensor([3, 4, 5, 0])
+    step = Step(torch.tensor([4, 5, 6, 7]), positions, slots, rows, tables, torch.tensor([2, 3]))
+    return step, *torch.randn(3, 4, 2, 8, dtype=torch.float64).unbind()
+
+
+def test_attend_writes_k_and_v_to_their_slots(model):
+    (step, q, k, v), cache = example(), PagedCache(model, 8, block_size=4)
+    cache.kv = torch.zeros(2, 2, 9, 4, 2, 8, dtype=torch.float64)
+    seen = []
+    cache.attend(step, lambda *args: seen.append(args) or q, 1, q, k, v)
+    for name, written, values in zip("KV", cache.kv[1], (k, v), strict=True):
+        for slot, value in zip(step.slot_mapping.tolist(), values, strict=True):
+            assert written[slot // 4, slot % 4].equal(value), f"slot {slot} has not got its {name}"
+    assert cache.kv.any(dim=(1, 4, 5)).sum() == 4, "other slots have changed"
+    (arguments,) = seen
+    assert arguments[1].equal(cache.kv[1, 0]), "attention must see the K of this step"
+
+
+def test_each_token_sees_its_own_sequence_up_to_itself():
+    step, q, *_ = example()
+    keys, values = torch.randn(2, 9, 4, 1, 8, dtype=torch.float64).unbind()
+    out = paged_attention(q, keys, values, step.block_tables, step.rows, step.positions)
+    flat_keys, flat_values = keys.flatten(0, 1), values.flatten(0, 1)
+    for token, slots in enumerate(([20, 21, 22, 23], [20, 21, 22, 23, 8], [20, 21, 22, 23, 8, 9], [24])):
+        expected = attend_one(q[token], flat_keys[slots], flat_values[slots])
+        torch.testing.assert_close(out[token], expected, msg=f"token {token} must see the slots {slots} and no others")
 
 
 def test_pages_change_no_hidden_state(model, prompts):

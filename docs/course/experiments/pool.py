@@ -29,7 +29,7 @@ def main(num_blocks: int) -> None:
     title = f"blocks 0 to {num_blocks - 1}"
     try:
         steps = run(num_blocks=num_blocks)
-    except ValueError as error:  # a request that would not fit even alone
+    except ValueError as error:  # a request that is longer than the pool
         sys.exit(f"error: {error}")
     print(f"step   {title}   waits")
     for number, (pool, waiting) in enumerate(steps, 1):
