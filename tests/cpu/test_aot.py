@@ -1024,7 +1024,7 @@ def test_two_programs_do_not_compile_the_same_at_once(model, tmp_path, monkeypat
     compiled.start()
     assert compiled._process.wait() == 0
     assert new.exists() and not old.exists()  # the other may still be written to
-    compiled._process, compiled.spec["adapted"] = None, True
+    compiled._process, compiled._niceness, compiled.spec["adapted"] = None, 0, True  # another engine
     compiled.start()
     first, second = (text for text in caplog.messages if "the first replies are slow" in text)
     assert "in the background. After" in first and "in the background, once more for steps with adapters" in second
