@@ -5,14 +5,11 @@ python docs/course/experiments/contest_eviction.py --solutions    # with ours
 """
 
 import random
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import contest
+import routers
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-from benchmarks.traces import read_trace
 from nanopage.engine.block_manager import BlockManager
 
 SIZE = 4  # tokens of a block
@@ -46,8 +43,7 @@ def fashions() -> Trace:
 
 def conversations() -> Trace:
     """The trace of chapter 8. A block stands for 512 tokens."""
-    trace = read_trace(Path(__file__).parents[3] / "benchmarks" / "made_up_trace.jsonl")
-    return [request.hash_ids for request in trace.requests]
+    return [request.hash_ids for request in routers.conversations().requests]
 
 
 TRACES = {"many long documents": documents, "fashions": fashions, "conversations": conversations}

@@ -20,8 +20,8 @@ NUM_EXPERTS, NUM_CHOSEN = 8, 2
 TOKENS = 512  # of a prompt
 
 
-def mixtral() -> ModelConfig:
-    file = Path(__file__).parents[3] / "benchmarks" / "configs" / "Mixtral-8x7B" / "config.json"
+def config_of(name: str) -> ModelConfig:
+    file = Path(__file__).parents[3] / "benchmarks" / "configs" / name / "config.json"
     return config_from_dict(json.loads(file.read_text()))
 
 
@@ -67,7 +67,7 @@ def loads(uneven: float) -> list[int]:
 
 
 def main() -> None:
-    size = weights(mixtral())
+    size = weights(config_of("Mixtral-8x7B"))
     total, active = NUM_EXPERTS * size.expert + size.rest, NUM_CHOSEN * size.expert + size.rest
     print(f"Mixtral 8x7B: {total / 1e9:.1f} billion weights, of which a token uses {active / 1e9:.1f} billion")
     print("(embeddings, which are looked up, do not count)\n")

@@ -3,15 +3,13 @@
 python docs/course/experiments/kept.py
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from experts import config_of
 
 from nanopage.config.model import ModelConfig
 from nanopage.engine.block_manager import BlockManager
-from nanopage.reading.config import config_from_dict
 from nanopage.recurrent.delta_rule import delta_rule
 from nanopage.recurrent.states import divided
 from nanopage.state.layer_kinds import STATE
@@ -22,11 +20,6 @@ LATENT = 512 + 64, 61  # numbers that a token of DeepSeek-V3 keeps in a layer; l
 ALL_HEADS = 128 * (128 + 64 + 128)  # numbers of K and V of its 128 heads, which attention uses
 BLOCK_SIZE = 8
 WRITES = (0, 1.0), (1, 2.0), (0, 5.0), (2, 3.0), (1, 4.0)  # (key, value)
-
-
-def config_of(name: str) -> ModelConfig:
-    file = Path(__file__).parents[3] / "benchmarks" / "configs" / name / "config.json"
-    return config_from_dict(json.loads(file.read_text()))
 
 
 def kept(config: ModelConfig, context: int) -> int:
