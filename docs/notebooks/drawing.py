@@ -27,7 +27,7 @@ class Watch:
 
     def __init__(self, engine: LLMEngine):
         self.engine, self.steps, self._told = engine, list[dict[str, Cell]](), list[str]()
-        self._names: dict[str, str] = {}  # request -> color, in order of arrival
+        self._colors: dict[str, str] = {}  # request -> color, in order of arrival
         self._last: dict[str | None, str] = {}  # request -> the kind of its last sentence
         engine.reset_prefix_cache()
         self._shown = display(self._draw(), display_id=True)
@@ -52,7 +52,7 @@ class Watch:
         print(*self._told, sep="\n")
 
     def _color(self, name: str) -> str:
-        return self._names.setdefault(name, COLORS[len(self._names) % len(COLORS)])
+        return self._colors.setdefault(name, COLORS[len(self._colors) % len(COLORS)])
 
     def _computed(self) -> dict[str, Cell]:
         """The tokens that the step has computed of each request."""
@@ -78,7 +78,7 @@ class Watch:
         first = max(0, len(self.steps) - NUM_COLUMNS)
         blocks = [f"block {block}" for block in range(self.engine.scheduler.block_manager.num_blocks)]
         width, y, shapes = LEFT + NUM_COLUMNS * SIDE + 4, TOP, list[str]()
-        for title, labels in (("tokens computed in each step", [*self._names]), ("who has each block", blocks)):
+        for title, labels in (("tokens computed in each step", [*self._colors]), ("who has each block", blocks)):
             shapes.append(text(LEFT, y - 20, title, "start"))
             for x in range(first, len(self.steps), 5):
                 shapes.append(text(LEFT + (x - first + 0.5) * SIDE, y - 5, f"{x + 1}", size=9))
@@ -89,8 +89,8 @@ class Watch:
                     if label in step:
                         fill, words = step[label]
                         shapes.append(box(LEFT + x * SIDE, y, SIDE, SIDE, fill))
-                        ink = INK if fill == PALE else WHITE
                         if words:
+                            ink = INK if fill == PALE else WHITE
                             shapes.append(text(LEFT + (x + 0.5) * SIDE, y + 13, words, size=10, ink=ink))
                 y += SIDE
             y += TOP + 6
