@@ -1,6 +1,6 @@
 """The tests import `built`: docs/build/mini, or the package that the variable MINI names (MINI=mini_ref).
 
-With `-k m1`, only the files of milestone 1 are read, and not those of 10, 11 and 12 as well.
+With `-k m1`, only the tests of milestone 1 are read, and not those of milestones 10, 11 and 12 as well.
 """
 
 import importlib.util

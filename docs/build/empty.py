@@ -1,4 +1,4 @@
-"""Writes docs/build/mini/ anew: mini_ref/ without the bodies of the functions that the milestones ask for.
+"""Regenerates docs/build/mini/: mini_ref/ without the bodies of the functions that the milestones ask for.
 
     python docs/build/empty.py
 

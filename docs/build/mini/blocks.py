@@ -82,7 +82,7 @@ class BlockManager:
         raise NotImplementedError("milestone 5")
 
     def drop(self, block: int) -> None:
-        """Count one table less. A block in no table becomes free, or cached if others can find it."""
+        """Count one table fewer. A block in no table becomes free, or cached if others can find it."""
         raise NotImplementedError("milestone 5")
 
     def share(self, seq: Sequence, blocks: list[int], num_tokens: int) -> None:
@@ -91,7 +91,7 @@ class BlockManager:
         raise NotImplementedError("milestone 8")
 
     def hashes(self, token_ids: list[int]) -> Iterator[bytes]:
-        """Of each full block of these tokens, the hash of all tokens up to its end."""
+        """For each full block of these tokens, the hash of all tokens up to its end."""
         raise NotImplementedError("milestone 8")
 
     def find_prefix(self, seq: Sequence) -> list[int]:

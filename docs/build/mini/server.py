@@ -49,7 +49,7 @@ class Service:
         raise NotImplementedError("milestone 12")
 
     async def stream(self, request_id: str, call: Call) -> AsyncIterator[dict]:
-        """Yields what is new of an answer: its `index`, `text`, `token_ids`, and `finish_reason`, None until it ends.
+        """Yields each new piece of an answer: `index`, `text`, `token_ids`, and `finish_reason`, None until it ends.
         Half a character waits for its other half. A request that nobody reads to its end is aborted."""
         raise NotImplementedError("milestone 12")
 

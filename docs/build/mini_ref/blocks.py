@@ -101,7 +101,7 @@ class BlockManager:
         return block
 
     def drop(self, block: int) -> None:
-        """Count one table less. A block in no table becomes free, or cached if others can find it."""
+        """Count one table fewer. A block in no table becomes free, or cached if others can find it."""
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
             del self.ref_counts[block]
@@ -119,7 +119,7 @@ class BlockManager:
             self.ref_counts[block] = self.ref_counts.get(block, 0) + 1
 
     def hashes(self, token_ids: list[int]) -> Iterator[bytes]:
-        """Of each full block of these tokens, the hash of all tokens up to its end."""
+        """For each full block of these tokens, the hash of all tokens up to its end."""
         key, size = b"", self.block_size
         for start in range(0, len(token_ids) - size + 1, size):
             key = sha256(key + repr(token_ids[start : start + size]).encode()).digest()

@@ -15,7 +15,7 @@ from .scheduler import Scheduler
 
 
 class Engine:
-    """Runs requests to their ends, many at a time.
+    """Runs requests to completion, many at a time.
 
     Args: model_dir: see `Model`. num_blocks, block_size: size of the KV cache, which must hold the longest request
         alone. max_num_seqs, max_num_batched_tokens: see `Scheduler`.
@@ -46,7 +46,7 @@ class Engine:
         n: int = 1,
         stop_ids: tuple[int, ...] = (),
     ) -> None:
-        """Let a request wait for its turn. Its n answers share the blocks of the prompt, and differ in the noise of
+        """Queue a request. Its n answers share the blocks of the prompt, and differ in the noise of
         their tokens. An answer ends after `max_tokens` tokens, or with a token of `stop_ids`, which is its last.
 
         Raises: ValueError if a value is wrong, if prompt and answer could exceed `max_len`, or if the id is in use.

@@ -56,7 +56,7 @@ def test_attend_writes_k_and_v_to_their_slots(model):
     cache.attend(step, lambda *args: seen.append(args) or q, 1, q, k, v)
     for name, written, values in zip("KV", cache.kv[1], (k, v), strict=True):
         for slot, value in zip(step.slot_mapping.tolist(), values, strict=True):
-            assert written[slot // 4, slot % 4].equal(value), f"slot {slot} has not got its {name}"
+            assert written[slot // 4, slot % 4].equal(value), f"slot {slot} does not have its {name}"
     assert cache.kv.any(dim=(1, 4, 5)).sum() == 4, "other slots have changed"
     (arguments,) = seen
     assert arguments[1].equal(cache.kv[1, 0]), "attention must see the K of this step"

@@ -62,7 +62,7 @@ def test_nobody_starts_without_blocks_for_all_its_tokens():
 
 
 def test_no_step_exceeds_the_budget():
-    """Also not if prompts are divided, as from milestone 7 on."""
+    """Not even if prompts are divided, as from milestone 7 on."""
     scheduler = Scheduler(BlockManager(20, 4), max_num_seqs=9, max_num_batched_tokens=8)
     seqs = [Sequence(name, [1] * length, 9) for name, length in (("A", 6), ("B", 5), ("C", 4))]
     scheduler.waiting += seqs
