@@ -3,10 +3,10 @@
     pytest -x docs/course/exercises/test_balance.py
 
 Left alone, a router sends most tokens to a few experts. They are trained most, become better still, and get even more.
-So training has to balance the load. DeepSeek-V3 (2024) does it with a bias for each expert, which is no weight of the
-model: after each step, the bias of an expert with too many tokens falls, and that of one with too few rises.
+So training has to balance the load. DeepSeek-V3 (2024) does it with a bias for each expert, which is not trained as the
+weights are: after each step, the bias of an expert with too many tokens falls, and that of one with too few rises.
 
-The bias must not change what a chosen expert contributes. So it only counts for the choice:
+The bias must not change what a chosen expert contributes. So it affects only the choice:
 
     scores   sigmoid(logits)
     choice   the experts with the largest scores + bias

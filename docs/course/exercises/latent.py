@@ -3,7 +3,7 @@
     pytest -x docs/course/exercises/test_latent.py
 
 In latent attention (DeepSeek-V2, 2024), a token keeps a single vector c of `rank` numbers, its latent. Each head h
-makes its K and its V of c, with matrices of its own:
+makes its K and its V from c, with matrices of its own:
 
     k_h = W_K[h] c        v_h = W_V[h] c
 

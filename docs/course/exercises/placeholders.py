@@ -17,13 +17,13 @@ def keys_of(token_ids: list[int], items: list[Item]) -> list[int]:
     """What the prefix cache compares in place of the token ids.
 
     1. For text, the token id.
-    2. For a token of an item, a number below 0. So it is never that of a text.
+    2. For a token of an item, a number below 0. So it is never the token id of a text.
     3. It depends on `item.hash` and on how many tokens of the item come before it, and on nothing else. So the same
        picture has the same numbers in another prompt, in another process and at another position.
     4. Different hashes have different numbers, at each of the tokens, except by a chance of 1 in 2^60 or less.
 
-    Python's `hash` differs from process to process. hashlib's functions do not: int.from_bytes makes a number of bytes.
-    The list must have numbers that fit into 64 bits.
+    Python's `hash` differs from process to process. hashlib's functions do not, and int.from_bytes makes a
+    number from bytes. The numbers in the list must fit into 64 bits.
     """
     raise NotImplementedError("exercise 11")
 

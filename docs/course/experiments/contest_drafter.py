@@ -23,7 +23,7 @@ Answers = list[tuple[list[int], list[int]]]
 
 
 def read_answers() -> dict[str, Answers]:
-    """What the default model has answered, in lists with names."""
+    """Recorded answers of the default model, in lists with names."""
     lists = json.loads((Path(__file__).parent / "answers.json").read_text())["lists"]
     encode = Tokenizer(hub.resolve(None)).encode
     return {name: [(encode(prompt), encode(answer)) for prompt, answer in pairs] for name, pairs in lists.items()}

@@ -33,7 +33,7 @@ def documents() -> Trace:
 
 
 def fashions() -> Trace:
-    """Questions about 8 subjects of 4 blocks each. After every 100 questions, there are 8 others."""
+    """Questions about 8 subjects of 4 blocks each. After every 100 questions, the subjects change."""
     rng, trace = random.Random(0), []
     for number in range(300):
         subject = 10 * (8 * (number // 100) + rng.randrange(8))

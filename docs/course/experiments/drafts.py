@@ -64,7 +64,7 @@ def costs() -> Costs:
 
 
 def seconds(costs: Costs, num_drafted: int, num_seqs: int = 1, context: int = 100) -> float:
-    """A step in which each sequence has a draft of so many tokens."""
+    """How long a step takes in which each sequence has a draft of this many tokens."""
     rows, count = list(range(num_seqs)), 1 + num_drafted
     samples = [row for row in rows for _ in range(count)]
     batch = Batch(rows=rows, starts=[context] * num_seqs, counts=[count] * num_seqs, sampled_rows=samples)

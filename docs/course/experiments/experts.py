@@ -27,14 +27,14 @@ def config_of(name: str) -> ModelConfig:
 
 @dataclass
 class Weights:
-    """How many numbers the weights of a model have: one expert of all layers, and the rest that every token uses."""
+    """How many weights a model has: those of one expert in all layers, and the rest, which every token uses."""
 
     expert: int
     rest: int
 
 
 def weights(config: ModelConfig) -> Weights:
-    """Embeddings are looked up, so the rest has only the matrix that makes logits."""
+    """The rest includes the matrix that makes logits, but not the embeddings, which are looked up."""
     assert config.experts is not None
     hidden, heads = config.hidden_size, 2 * config.num_heads + 2 * config.num_kv_heads
     attention = hidden * config.head_dim * heads
@@ -45,7 +45,7 @@ def weights(config: ModelConfig) -> Weights:
 
 
 def logits(num_tokens: int, uneven: float = 0.0) -> Tensor:
-    """What a router says of tokens that have nothing in common: [num_tokens, NUM_EXPERTS].
+    """A router's logits for tokens that have nothing in common: [num_tokens, NUM_EXPERTS].
 
     Args: uneven: how much some experts are preferred.
     """
@@ -55,7 +55,7 @@ def logits(num_tokens: int, uneven: float = 0.0) -> Tensor:
 
 
 def experts_read(num_tokens: int, num_steps: int = 100) -> float:
-    """How many experts the tokens of a step have together: the mean of some steps."""
+    """How many experts the tokens of a step choose together, on average over some steps."""
     chosen, _ = route(logits(num_tokens * num_steps), NUM_CHOSEN, True)
     return sum(len(step.unique()) for step in chosen.view(num_steps, -1)) / num_steps
 

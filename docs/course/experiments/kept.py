@@ -23,7 +23,7 @@ WRITES = (0, 1.0), (1, 2.0), (0, 5.0), (2, 3.0), (1, 4.0)  # (key, value)
 
 
 def kept(config: ModelConfig, context: int) -> int:
-    """Bytes that the layers keep of a sequence, in bfloat16; states in float32. Blocks are left out of account."""
+    """Bytes that the layers keep of a sequence, in bfloat16; states in float32. It counts tokens, not whole blocks."""
     total = 0
     for window, (num_heads, size) in zip(config.sliding_windows, config.heads, strict=True):
         if window == STATE:
@@ -34,7 +34,7 @@ def kept(config: ModelConfig, context: int) -> int:
 
 
 def sizes() -> dict[str, list[int]]:
-    """Bytes for each of CONTEXTS, of each model, and of the same model if it kept K and V like the first ones."""
+    """Bytes for each of CONTEXTS: of each model, and of the same model without its way to keep less."""
     rows = {}
     for name, without in MODELS.items():
         config = config_of(name)

@@ -1,4 +1,4 @@
-"""A text that a grammar holds to a form: how many tokens may come next after each of its tokens.
+"""A text that follows a grammar: how many tokens may come next, before each of its tokens and after the last.
 
 python docs/course/experiments/masks.py
 """
@@ -27,7 +27,7 @@ class Choice:
 
 
 def make_vocabulary() -> Vocabulary:
-    """The default model's."""
+    """The vocabulary of the default model, as the grammars of nanopage need it."""
     path = hub.resolve(None)
     config, tokenizer = loader.read_config(path), Tokenizer(path)
     return Vocabulary(tokenizer, config.vocab_size, sorted(config.eos_token_ids), ReasoningTokens(tokenizer))

@@ -37,7 +37,7 @@ class Step:
 
 
 Parts = list[int | Picture]
-"""A prompt: numbers of tokens of text, and pictures."""
+"""A prompt: pictures, and for each stretch of text, its number of tokens."""
 
 RED, BLUE = Picture("red"), Picture("blue")
 EARLY: Parts = [6, RED, 4, BLUE, 8]
