@@ -98,6 +98,23 @@ def start(model_dir, end_preemptions):
 
 
 @pytest.fixture
+def watch_sizes():
+    """Watches a model. Returns: a list that grows by the number of tokens of each forward pass."""
+
+    def watch_sizes(model):
+        sizes, forward = [], model.forward
+
+        def watched(token_ids, *args, **options):
+            sizes.append(len(token_ids))
+            return forward(token_ids, *args, **options)
+
+        model.forward = watched
+        return sizes
+
+    return watch_sizes
+
+
+@pytest.fixture
 def run():
     """Runs an engine until it has nothing left to do. Returns: all new tokens of each (request_id, index)."""
 

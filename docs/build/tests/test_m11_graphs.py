@@ -24,14 +24,13 @@ def test_padding_touches_no_block_of_a_sequence(model, start):
     assert len({value.data_ptr() for value in vars(step).values()}) == 6
 
 
-def test_decodes_are_replayed_and_no_answer_changes(prompts, start, run):
+def test_decodes_are_replayed_and_no_answer_changes(prompts, start, run, watch_sizes):
     requests, answers = prompts([9, 3, 12, 5]), []
     for captured in (False, True):
         engine = start(max_num_seqs=4, max_num_batched_tokens=8, num_blocks=20)
         if captured:
             engine.capture()
-        sizes, forward = [], engine.model.forward
-        engine.model.forward = lambda *args, sizes=sizes, forward=forward: sizes.append(len(args[0])) or forward(*args)
+        sizes = watch_sizes(engine.model)
         for number, prompt in enumerate(requests):
             engine.add_request(str(number), prompt, max_tokens=4 + number, temperature=0.5, seed=number)
         answers.append((run(engine), sizes))

@@ -32,10 +32,9 @@ def test_a_long_prompt_needs_blocks_for_all_its_tokens_to_start():
     assert scheduler.waiting[0].request_id == "B" and scheduler.waiting[0].block_table == []
 
 
-def test_no_step_is_larger_than_the_budget_and_no_answer_changes(model, prompts, start, run):
+def test_no_step_is_larger_than_the_budget_and_no_answer_changes(model, prompts, start, run, watch_sizes):
     engine = start(num_blocks=14, max_num_batched_tokens=7, max_num_seqs=5)
-    sizes, forward = [], engine.model.forward
-    engine.model.forward = lambda ids, *args, **options: sizes.append(len(ids)) or forward(ids, *args, **options)
+    sizes = watch_sizes(engine.model)
     requests = prompts([5, 23, 2, 30, 13])
     for number, prompt in enumerate(requests):
         engine.add_request(str(number), prompt, max_tokens=9)

@@ -55,10 +55,9 @@ def test_blocks_stay_until_their_memory_is_needed_and_the_end_goes_first():
     assert blocks.find_prefix(Sequence("E", [50, 51, 52, 53, 54], 9)) == [], "what was evicted is not found"
 
 
-def test_requests_compute_a_prefix_once_and_no_answer_changes(model, prompts, start, run):
+def test_requests_compute_a_prefix_once_and_no_answer_changes(model, prompts, start, run, watch_sizes):
     engine = start(num_blocks=40, max_num_batched_tokens=16)
-    sizes, forward = [], engine.model.forward
-    engine.model.forward = lambda ids, *args, **options: sizes.append(len(ids)) or forward(ids, *args, **options)
+    sizes = watch_sizes(engine.model)
     system, *questions = prompts([30, 3, 5, 4])
     tokens = {}
     for number, question in enumerate(questions):
