@@ -77,8 +77,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 class BatchRun:
-    """A run over the lines of a file. Args: app: the server's application, around `llm`. output: says which lines an
-    earlier run has answered."""
+    """A run over the lines of a file.
+
+    Args:
+        app: the server's application, around `llm`.
+        output: says which lines an earlier run has answered.
+    """
 
     def __init__(self, app: ASGIApp, llm: AsyncLLM, source: BinaryIO, output: OutputFile):
         self.app, self.llm, self.source, self.output = app, llm, source, output

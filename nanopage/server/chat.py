@@ -21,8 +21,11 @@ from nanopage.text.reasoning import END_THINK, THINK
 
 
 class Chat:
-    """One call: its choices as a reply or as chunks. Args: state: the server's, with its engine. Raises: ApiError for
-    fields that are out of range or contradict each other."""
+    """One call: its choices as a reply or as chunks.
+
+    Args: state: the server's, with its engine.
+    Raises: ApiError for fields that are out of range or contradict each other.
+    """
 
     def __init__(self, state: ServerState, body: ChatBody):
         body.check()
@@ -190,8 +193,10 @@ class Chat:
         return sum(self.count_thought(each, end) for output in self.outputs for each in output.outputs)
 
     def count_thought(self, completion: CompletionOutput, end_id: int | None) -> int:
-        """The tokens of a completion's reasoning so far. Its text has been read. Args: end_id: the token `</think>`;
-        None if that is several tokens."""
+        """The tokens of a completion's reasoning so far. Its text has been read.
+
+        Args: end_id: the token `</think>`; None if that is several tokens.
+        """
         index, ids = completion.index, completion.token_ids
         num_looked, self.num_looked[index] = self.num_looked[index], len(ids)  # every chunk may have usage
         if index not in self.thought and end_id in ids[num_looked:]:

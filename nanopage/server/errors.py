@@ -73,8 +73,10 @@ def internal_error() -> ApiError:
 
 
 def invalid(error: Exception, fields: tuple[str, ...]) -> ApiError:
-    """A 400 for a ValueError or TypeError of the engine, whose message begins with the name of what is wrong. Args:
-    fields: names that may be the `param`. If the prompt is wrong, the `param` is the last of these."""
+    """A 400 for a ValueError or TypeError of the engine, whose message begins with the name of what is wrong.
+
+    Args: fields: names that may be the `param`. If the prompt is wrong, the `param` is the last of these.
+    """
     message = re.sub(r"(/[\w.-]+)+/(?=[\w.-])", "", str(error))  # removes the directories of file names
     if re.match("(the |a )?prompt(?!_name|_embeds|_adapter|_logprobs)", message):
         return ApiError(400, re.sub(r"^prompt_token_ids\b", fields[-1], message), param=fields[-1])

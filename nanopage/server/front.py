@@ -102,8 +102,11 @@ class Front:
         return self._request_router is not None
 
     def load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the replicas, and wait until all can answer. Blocks: call it in a thread. Args: loop: the event loop
-        that calls Front. Raises: RuntimeError saying why a replica could not start."""
+        """Start the replicas, and wait until all can answer. Blocks: call it in a thread.
+
+        Args: loop: the event loop that calls Front.
+        Raises: RuntimeError saying why a replica could not start.
+        """
         scaling: dict[str, Any] = {"num_replicas": self.num_replicas}
         if self.max_replicas is not None:
             limits = {"min_replicas": self.num_replicas, "max_replicas": self.max_replicas}

@@ -141,8 +141,11 @@ def too_long(llm: AsyncLLM, error: PromptTooLongError, param: str) -> ApiError:
 
 
 def prompt_room(llm: AsyncLLM, body: SamplingBody, max_tokens: int | None) -> int | None:
-    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps. None: all. Args: max_tokens: of the reply, for
-    which -1 leaves room. Raises: ApiError for a number that is out of bounds."""
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps. None: all.
+
+    Args: max_tokens: of the reply, for which -1 leaves room.
+    Raises: ApiError for a number that is out of bounds.
+    """
     count, longest = body.truncate_prompt_tokens, llm.engine.max_model_len
     if count is None:
         return None
@@ -171,8 +174,12 @@ class Change:
 
 
 async def changes(generation: Generation, n: int, copies: int) -> AsyncIterator[Change]:
-    """The changes of all choices as they come. The last one of a choice has a `finish_reason`. Args: n: the number of
-    completions of a prompt. copies: the number of choices that each completion stands for."""
+    """The changes of all choices as they come. The last one of a choice has a `finish_reason`.
+
+    Args:
+        n: the number of completions of a prompt.
+        copies: the number of choices that each completion stands for.
+    """
     num_seen: defaultdict[int, int] = defaultdict(int)  # of each completion
     finished = set()
     async for prompt, output in generation:
@@ -188,8 +195,10 @@ async def changes(generation: Generation, n: int, copies: int) -> AsyncIterator[
 
 
 def usage(outputs: Iterable[RequestOutput], copies: int = 1, num_dropped: int = 0) -> dict:
-    """The tokens of a call. A prompt counts once, whatever the number of its completions. Args: num_dropped: output
-    tokens of each completion that the client did not ask for."""
+    """The tokens of a call. A prompt counts once, whatever the number of its completions.
+
+    Args: num_dropped: output tokens of each completion that the client did not ask for.
+    """
     outputs = list(outputs)
     num_prompt = sum(len(output.prompt_token_ids) + len(output.encoder_prompt_token_ids or ()) for output in outputs)
     num_output = sum(len(c.token_ids) - num_dropped for output in outputs for c in output.outputs) * copies
@@ -203,8 +212,11 @@ def usage(outputs: Iterable[RequestOutput], copies: int = 1, num_dropped: int = 
 
 
 def read_search(body: SamplingBody, params: SamplingParams, max_model_len: int) -> BeamSearchParams | None:
-    """The search that a body asks for. None: it asks for samples. Args: params: the body's. Raises: ApiError for a
-    field that a search does not have, or that is out of range."""
+    """The search that a body asks for. None: it asks for samples.
+
+    Args: params: the body's.
+    Raises: ApiError for a field that a search does not have, or that is out of range.
+    """
     if not body.use_beam_search:
         if body.length_penalty != 1:
             raise ApiError(400, "length_penalty needs use_beam_search=true", param="length_penalty")

@@ -28,8 +28,10 @@ def check_sight(llm: AsyncLLM, messages: list[dict]) -> None:
 
 
 async def load_images(llm: AsyncLLM, prompt: dict, messages: list[dict]) -> None:
-    """Decode the images of a prompt of `chat_prompt`, in threads of their own: downloads may take long. Raises:
-    ApiError naming the part of the messages."""
+    """Decode the images of a prompt of `chat_prompt`, in threads of their own: downloads may take long.
+
+    Raises: ApiError naming the part of the messages.
+    """
     if "multi_modal_data" not in prompt:
         return
     reader: Any = llm.engine.input_processor.prompts.item_readers["multi_modal_data"]

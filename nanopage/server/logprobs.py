@@ -14,8 +14,10 @@ Table = dict[int, Logprob]
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], tables: Sequence[Table], num_top: int, as_ids: bool
 ) -> dict:
-    """The form of /v1/chat/completions: an entry for each token, with its raw bytes, even half a character. Args:
-    as_ids: name tokens by their ids instead of their text."""
+    """The form of /v1/chat/completions: an entry for each token, with its raw bytes, even half a character.
+
+    Args: as_ids: name tokens by their ids instead of their text.
+    """
 
     def entry(token_id: int, table: Table) -> dict:
         data = tokenizer.token_bytes(token_id)

@@ -112,8 +112,10 @@ class Messages:
         return len(read.token_ids)
 
     async def _attempt(self, step: Callable[[], Awaitable[T]]) -> T:
-        """A step of the chat. If the template fails, system messages after the first become the user's. Raises:
-        ApiError with this endpoint's names."""
+        """A step of the chat. If the template fails, system messages after the first become the user's.
+
+        Raises: ApiError with this endpoint's names.
+        """
         try:
             try:
                 return await step()

@@ -21,8 +21,10 @@ class _Page(Collector):
 
 
 def metrics_reply(state: ServerState, engines: Iterable[Metric]) -> Response:
-    """Everything that /metrics reports. Args: engines: what the engines' `Metrics` collect (vllm/metrics.py); nothing
-    while they load."""
+    """Everything that /metrics reports.
+
+    Args: engines: what the engines' `Metrics` collect (vllm/metrics.py); nothing while they load.
+    """
     replies = CounterMetricFamily("http_requests", "HTTP replies.", labels=["method", "handler", "status"])
     for labels, count in list(state.replies.items()):
         replies.add_metric(labels, count)

@@ -19,8 +19,13 @@ logger = logging.getLogger("nanopage")
 
 
 class OneEngine:
-    """How the engine starts and stops. Args: state: gets the engine. model: what to load. needs_key: whether requests
-    need an API key."""
+    """How the engine starts and stops.
+
+    Args:
+        state: gets the engine.
+        model: what to load.
+        needs_key: whether requests need an API key.
+    """
 
     sockets_per_call = 1
 
@@ -84,8 +89,11 @@ class OneEngine:
 
 
 class LocalSocket:
-    """A Unix socket with a file that describes the server (see files/local_servers.py), until `close`. Args:
-    make_protocol, limit: as in Listener. Raises: OSError if there can be none."""
+    """A Unix socket with a file that describes the server (see files/local_servers.py), until `close`.
+
+    Args: make_protocol, limit: as in Listener.
+    Raises: OSError if there can be none.
+    """
 
     def __init__(self, server: LocalServer, make_protocol: Callable[[], asyncio.Protocol], limit: int):
         self._file = new_file()

@@ -91,8 +91,11 @@ class Residents:
 
     @contextlib.asynccontextmanager
     async def use(self, model: Resident, num_bytes: int) -> AsyncIterator[ModelProcess]:
-        """The process of a model, which stays loaded during the block. Args: num_bytes: of the request. Raises:
-        ApiError if it cannot be loaded."""
+        """The process of a model, which stays loaded during the block.
+
+        Args: num_bytes: of the request.
+        Raises: ApiError if it cannot be loaded.
+        """
         model.num_waiting, model.num_waiting_bytes = model.num_waiting + 1, model.num_waiting_bytes + num_bytes
         try:
             process = await self._wait_until_loaded(model)

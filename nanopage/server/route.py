@@ -79,7 +79,9 @@ class ReplicaRouter(RequestRouter):
 
 def prompt_parts(body: dict, salt: str = "") -> tuple[list[bytes], int]:
     """The prompt of a body in parts for `Router.choose`, and an estimate of its tokens. An image counts as TOKENS.
-    Args: salt: keeps cached prefixes apart."""
+
+    Args: salt: keeps cached prefixes apart.
+    """
     prompt = [body[name] for name in ("instructions", "system", "messages", "input", "prompt") if name in body]
     text = IMAGE.sub(_stand_in, msgspec.json.encode(prompt))
     digest, parts = hashlib.blake2b(f"{salt} {body.get('cache_salt')}".encode(errors="replace"), digest_size=16), []

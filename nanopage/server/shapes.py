@@ -320,8 +320,12 @@ class TokenizeReply(BaseModel):
 
 
 def replies(reply: Any, event: type[BaseModel] | None = None) -> dict[int | str, dict[str, Any]]:
-    """Describe an operation's replies for FastAPI. Args: reply: the type of the reply. event: the type of each event,
-    for operations that can stream."""
+    """Describe an operation's replies for FastAPI.
+
+    Args:
+        reply: the type of the reply.
+        event: the type of each event, for operations that can stream.
+    """
     if event is None:
         return {200: {"model": reply}}
     description = f"{reply.__name__}; with stream=true, events with a {event.__name__} each"

@@ -85,8 +85,11 @@ class ServerState:
         return name or self.model_names[0]
 
     def enter(self, llm: AsyncLLM, sizes: list[int]) -> None:
-        """Reserve places in the queue, before any prompt is encoded. Args: sizes: the estimated tokens of each prompt.
-        Raises: ApiError if there are not that many places."""
+        """Reserve places in the queue, before any prompt is encoded.
+
+        Args: sizes: the estimated tokens of each prompt.
+        Raises: ApiError if there are not that many places.
+        """
         if len(sizes) > self.max_queue:
             raise ApiError(400, f"{len(sizes)} prompts are more than --max-queue {self.max_queue}", param="prompt")
         waiting = llm.engine_thread.num_waiting + self.num_entering

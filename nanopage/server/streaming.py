@@ -43,8 +43,11 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 async def whole_reply(request: Request, work: Awaitable[Response], end: Callable[[str], Awaitable[None]]) -> Response:
-    """The reply that `work` makes, unless the client goes away. Raises: as `unless_gone`. Args: end: awaited exactly
-    once, with how the call has ended."""
+    """The reply that `work` makes, unless the client goes away.
+
+    Args: end: awaited exactly once, with how the call has ended.
+    Raises: as `unless_gone`.
+    """
     how = "complete"
     try:
         return await unless_gone(request, work)

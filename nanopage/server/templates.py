@@ -22,8 +22,11 @@ TEMPLATE_FIELDS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort"
 
 
 def chat_prompt(llm: AsyncLLM, body: ChatBody | TokenizeBody, tools: list[Tool]) -> dict:
-    """The prompt of a conversation, as text and token ids. It may take seconds: call it in a thread. Args: tools: the
-    tools that the model is told about. Raises: ApiError naming the field."""
+    """The prompt of a conversation, as text and token ids. It may take seconds: call it in a thread.
+
+    Args: tools: the tools that the model is told about.
+    Raises: ApiError naming the field.
+    """
     if body.continue_final_message and body.add_generation_prompt:
         why = "exclude each other: the model goes on with a message or begins a new one"
         message = f"continue_final_message and add_generation_prompt {why}"

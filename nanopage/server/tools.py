@@ -53,8 +53,11 @@ class ToolUse:
     def constrain(
         self, form: StructuredOutputsParams | None, tokenizer: Tokenizer | None
     ) -> StructuredOutputsParams | None:
-        """The constraints on the reply. Args: form: the constraints on a reply that calls no tool. Raises: ApiError for
-        a form that excludes calls."""
+        """The constraints on the reply.
+
+        Args: form: the constraints on a reply that calls no tool.
+        Raises: ApiError for a form that excludes calls.
+        """
         if self.format is None or tokenizer is None:
             return form
         body = None

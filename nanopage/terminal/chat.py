@@ -225,8 +225,12 @@ def with_images(question: str, files: list[Path]) -> str | list[dict]:
 
 
 def answer(load: "Load", model: str | None, asked: str | list[dict], sight: bool, plain: bool, as_json: bool) -> int:
-    """One answer on stdout, as text (its figures on stderr) or as JSON. Returns the exit code. Args: asked: a text to
-    go on with, or messages. sight: whether they have images."""
+    """One answer on stdout, as text (its figures on stderr) or as JSON. Returns the exit code.
+
+    Args:
+        asked: a text to go on with, or messages.
+        sight: whether they have images.
+    """
     with unechoed():
         loaded, name, params = load(model, sight)
 

@@ -10,8 +10,10 @@ from nanopage.terminal.text import describe_error, discard, open_missing_streams
 
 
 def run(app: Callable[[], int], answers: bool = True) -> int:
-    """Run a command line. Returns the exit code, unless the command line raises SystemExit with one. Args: answers:
-    whether the program is useless without a stdout."""
+    """Run a command line. Returns the exit code, unless the command line raises SystemExit with one.
+
+    Args: answers: whether the program is useless without a stdout.
+    """
 
     def program() -> int:
         if not open_missing_streams() and answers:

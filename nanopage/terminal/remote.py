@@ -176,8 +176,10 @@ class RemoteModel:
 
 
 class RemoteStream:
-    """One reply of a server, as a Stream. Reasoning is shown between marks, as models write it. Args: call: the call to
-    make."""
+    """One reply of a server, as a Stream. Reasoning is shown between marks, as models write it.
+
+    Args: call: the call to make.
+    """
 
     thinking = False
 
@@ -315,8 +317,10 @@ def find_card(server: Server, model: str | None) -> Card:
 def connect(
     server: Server, model: str | None, asked: dict, where: str, sees_images: bool | None = None
 ) -> tuple[RemoteModel, str, SamplingParams]:
-    """Find a model of a server. Returns it, its name, and its settings. Args: asked: settings of the user. The others:
-    as in RemoteModel."""
+    """Find a model of a server. Returns it, its name, and its settings.
+
+    Args: asked: settings of the user. The others: as in RemoteModel.
+    """
     remote = RemoteModel(server, find_card(server, model), frozenset(asked), where, sees_images)
     params = remote.defaults
     # As for a model in this process. A model that is not loaded yet has no length, and does not say what it recommends.

@@ -125,8 +125,11 @@ class Model(Protocol):
         """Begin to answer. Raises: ValueError, TypeError for what cannot be answered."""
 
     def begun(self, text: str, ids: list[int], params: SamplingParams) -> tuple[str, list[int]]:
-        """A reply to go on with, and its tokens, up to the last whole character. Raises: ValueError if it cannot. Args:
-        ids: the tokens of the reply; empty if they are not known."""
+        """A reply to go on with, and its tokens, up to the last whole character.
+
+        Args: ids: the tokens of the reply; empty if they are not known.
+        Raises: ValueError if it cannot.
+        """
 
     def figures(self) -> list[tuple[str, str]]:
         """More rows for /stats."""
@@ -161,8 +164,11 @@ def show_again(text: str, plain: bool) -> None:
 def generate(
     model: Model, request: Request, interrupt: Interrupt, plain: bool = False, show: bool = True
 ) -> Reply | None:
-    """Stream one reply to stdout. `interrupt` ends it and keeps its text. Returns None if nothing came. Args: show:
-    False writes nothing to stdout. Raises: what `Model.stream` and the stream raise, before anything is shown."""
+    """Stream one reply to stdout. `interrupt` ends it and keeps its text. Returns None if nothing came.
+
+    Args: show: False writes nothing to stdout.
+    Raises: what `Model.stream` and the stream raise, before anything is shown.
+    """
     stream = model.stream(request, interrupt)
     printer, loops, guard = None, False, LoopGuard()
     markdown, on_terminal = shows_markdown(plain), sys.stdout.isatty()

@@ -205,8 +205,10 @@ def may_keep() -> bool:
 
 
 class Kept:
-    """The file of the present conversation, and the files of earlier conversations. Args: directory: where the files
-    are; made when first needed."""
+    """The file of the present conversation, and the files of earlier conversations.
+
+    Args: directory: where the files are; made when first needed.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory

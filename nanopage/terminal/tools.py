@@ -13,8 +13,11 @@ MAX_SHOWN = 500  # characters of a result on the screen; the model gets the whol
 
 
 class Toolbox:
-    """The functions of a file, which the model may call. Args: ask: shows a question and returns the typed answer.
-    Raises: as `load_functions` and `describe_function`."""
+    """The functions of a file, which the model may call.
+
+    Args: ask: shows a question and returns the typed answer.
+    Raises: as `load_functions` and `describe_function`.
+    """
 
     def __init__(self, file: Path, ask: Callable[[str], str]):
         self.functions = load_functions(file)
