@@ -28,22 +28,19 @@ def run(app: Callable[[], int], answers: bool = True) -> int:
 
 
 def command(work: Callable[..., int]) -> Callable[..., NoReturn]:
-    """Make a command of typer of a function that does its work and returns an exit code. The engine's log is shown,
-    all of it if the function has a parameter `verbose` that is set."""
+    """Turn a function that returns an exit code into a command of typer, which exits with this code. A signal ends the
+    command in order. Warnings of the engine's log are shown, and the whole log if the command's option `verbose` is
+    set."""
 
     @functools.wraps(work)
-    def run(**options: Any) -> NoReturn:
-        run_command(lambda: work(**options), options.get("verbose", False))
+    def run_and_exit(**options: Any) -> NoReturn:
+        verbose = options.get("verbose", False)
+        say_log(verbose)
+        with orderly_exit():
+            code = exit_code(lambda: work(**options), verbose)
+        raise SystemExit(code)
 
-    return run
-
-
-def run_command(work: Callable[[], int], verbose: bool) -> NoReturn:
-    """Do the work of a command, show the engine's log, and exit with a code. A signal ends it in order."""
-    say_log(verbose)
-    with orderly_exit():
-        code = exit_code(work, verbose)
-    raise SystemExit(code)
+    return run_and_exit
 
 
 def exit_code(work: Callable[[], int], verbose: bool) -> int:
