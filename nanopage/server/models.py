@@ -40,7 +40,7 @@ from nanopage.server.residents import GIB, Resident, Residents
 from nanopage.server.state import ServerState
 from nanopage.server.streaming import KEEP_ALIVE_SECONDS, PING
 from nanopage.weights import hub
-from nanopage.weights.inventory import bytes_of_weights, stored_models
+from nanopage.weights.inventory import bytes_of_weights, find_stored
 
 logger = logging.getLogger("nanopage")
 
@@ -260,9 +260,8 @@ class Models:
 def weight_bytes(path: str) -> int:
     """Bytes of a model's files of weights; 0 if they have not been fetched yet."""
     place = Path(os.path.expanduser(path))
-    if not place.exists():
-        stored = (each for each in stored_models() if path.lower() in (each.id.lower(), each.name.lower()))
-        place = next((each.directory for each in stored), place)
+    if not place.exists() and (stored := find_stored(path)) is not None:
+        place = stored.directory
     return bytes_of_weights(place)
 
 

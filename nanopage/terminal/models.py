@@ -126,12 +126,10 @@ def _agreed(question: str) -> bool:
 
 def _find(name: str) -> "StoredModel":
     """The model with this name or id. Raises: FileNotFoundError if there is none, or several."""
-    from nanopage.weights.inventory import full_id, stored_models
+    from nanopage.weights.inventory import find_stored, full_id
 
-    found = stored_models()
-    for model in found:
-        if name.casefold() in (model.id.casefold(), model.name.casefold()):
-            return model
+    if (model := find_stored(name)) is not None:
+        return model
     full_id(name)  # raises for a name of several
     raise FileNotFoundError(f"no model {name!r} in the caches: nanopage models lists them, nanopage pull downloads one")
 

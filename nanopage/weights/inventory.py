@@ -152,6 +152,12 @@ def stored_models() -> list[StoredModel]:
     )
 
 
+def find_stored(name: str) -> StoredModel | None:
+    """The model in the caches with this name or id, in any case."""
+    wanted = name.casefold()
+    return next((each for each in stored_models() if wanted in (each.id.casefold(), each.name.casefold())), None)
+
+
 def kept_files() -> list[Kept]:
     """What can be made again: compiled code, repacked weights, and what was left unfinished."""
     ours = cache_directory()
