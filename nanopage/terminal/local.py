@@ -141,11 +141,20 @@ class LocalStream:
         calls = []
         if reader is not None and reader.format is not None and completion.finish_reason == "stop":
             calls = [(reader.format.make_id(), call) for call in reader.whole.calls]
-        counts = len(prompt), output.num_cached_tokens, len(completion.token_ids)
-        measured = metrics.time_to_first_token, prefill_rate, decode_rate
-        ids, content = prompt + completion.token_ids, reader.whole.content if reader is not None else ""
-        reason = completion.finish_reason or ""
-        return Reply(completion.text, reason, *counts, *measured, output.error, ids, content, calls)
+        return Reply(
+            text=completion.text,
+            finish_reason=completion.finish_reason or "",
+            num_prompt_tokens=len(prompt),
+            num_cached_tokens=output.num_cached_tokens,
+            num_output_tokens=len(completion.token_ids),
+            time_to_first_token=metrics.time_to_first_token,
+            prefill_rate=prefill_rate,
+            decode_rate=decode_rate,
+            error=output.error,
+            token_ids=prompt + completion.token_ids,
+            content=reader.whole.content if reader is not None else "",
+            calls=calls,
+        )
 
     def _shown(self, completion: CompletionOutput) -> str:
         """The new text of a reply, without calls of tools."""

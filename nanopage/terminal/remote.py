@@ -222,15 +222,23 @@ class RemoteStream:
                 (call_id or f"call_{index}", ToolCall(name, "".join(parts)))
                 for index, ((call_id, name), parts) in self._calls.items()
             ]
-        counts: tuple[int | None, int | None, int | None] = (None, None, None)
+        details = None if usage is None else usage.prompt_tokens_details
         rate = None
-        if usage is not None:
-            details = usage.prompt_tokens_details
-            counts = usage.prompt_tokens, None if details is None else details.cached_tokens, usage.completion_tokens
-            if self._times and self._times[1] > self._times[0]:
-                rate = (usage.completion_tokens - 1) / (self._times[1] - self._times[0])
-        first = self._times[0] - self._began if self._times else None
-        return Reply(self._text, self._finish, *counts, first, None, rate, self._error, content=self._text, calls=calls)
+        if usage is not None and self._times and self._times[1] > self._times[0]:
+            rate = (usage.completion_tokens - 1) / (self._times[1] - self._times[0])
+        return Reply(
+            text=self._text,
+            finish_reason=self._finish,
+            num_prompt_tokens=None if usage is None else usage.prompt_tokens,
+            num_cached_tokens=None if details is None else details.cached_tokens,
+            num_output_tokens=None if usage is None else usage.completion_tokens,
+            time_to_first_token=self._times[0] - self._began if self._times else None,
+            prefill_rate=None,
+            decode_rate=rate,
+            error=self._error,
+            content=self._text,
+            calls=calls,
+        )
 
     def _texts(self) -> Iterator[str]:
         """The text as it comes. Raises: ServerError if none has come; Stopped."""
