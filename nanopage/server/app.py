@@ -69,7 +69,8 @@ def create_app(
     Args:
         api_keys, hosts, root_path: as in Gate.
         public_metrics: /metrics needs no key.
-        routes, app: what answers for engines in other processes, `app`, and its routes, which metrics tell apart.
+        app: the application that answers, if the engines are in other processes.
+        routes: the routes of `app`. Metrics tell their paths apart.
     """
     routes = routes or create_routes(state)
     paths = [route.path for route in routes.routes if hasattr(route, "path")]

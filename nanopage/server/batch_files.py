@@ -17,7 +17,7 @@ import msgspec
 
 from nanopage.server.middleware import MAX_BODY_WITH_IMAGES
 
-URLS = (*("/v1/chat/completions", "/v1/completions", "/v1/responses"), *("/v1/embeddings", "/v1/score", "/v1/rerank"))
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/v1/rerank")
 MAX_LINE = MAX_BODY_WITH_IMAGES + (64 << 10)  # bytes: the largest body, and what is around it
 START = b'{"id":"batch_req_'  # of each line of the output
 PIECE = 1 << 20  # bytes that are read at once of a line that is too long

@@ -77,8 +77,8 @@ class Front:
     state: ServerState  # of the server, without an engine
     settings: Settings  # for each replica
     num_replicas: int  # with `max_replicas`: the smallest number
-    max_replicas: int | None  # the largest number: replicas are started by need, and stopped when they are idle
-    target_ongoing_requests: float  # calls that each replica has then, about
+    max_replicas: int | None  # start at most this many replicas as they are needed, and stop them when they are idle
+    target_ongoing_requests: float  # with `max_replicas`: about how many calls each replica should have
     actor_options: dict[str, Any]  # CPUs and GPUs of a replica
     seconds_to_stop: float  # for the running calls of a replica that is no longer needed
 

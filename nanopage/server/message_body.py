@@ -212,21 +212,21 @@ def _blocks(content: Any, place: str) -> list[tuple[dict, str]]:
 
 
 def text_field(block: dict, name: str, place: str) -> str:
-    """A text in an object. Raises: ApiError if there is none."""
+    """A field of an object that must be a string. Raises: ApiError if it is not."""
     if not isinstance(block.get(name), str):
         raise ApiError(400, f"{place}.{name} must be a string", param=f"{place}.{name}")
     return block[name]
 
 
 def unknown_type(kind: Any, place: str, *supported: str) -> ApiError:
-    """A 400 for an object of another type than may be there."""
+    """A 400 for an object whose type is not one of those supported at this place."""
     known = ", ".join(map(repr, supported))
     text = f"{place} is of type {str(kind)[:50]!r}, which is not supported; supported: {known}"
     return ApiError(400, text, param=f"{place}.type")
 
 
 def _text_part(block: dict, place: str, *supported: str) -> dict[str, Any]:
-    """The part of a text. Args: supported: the types of blocks that may be here, besides it."""
+    """The part of a text. Args: supported: the other types of blocks that may be here."""
     if block.get("type") != "text":
         raise unknown_type(block.get("type"), place, "text", *supported)
     return {"type": "text", "text": text_field(block, "text", place)}

@@ -50,8 +50,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
     add = parser.add_argument_group("model").add_argument
     add("--served-model-name", nargs="+", help="names of the model in requests")
-    text = "most tokens of a reply whose request has no limit (default: as many as the context holds, in "
-    add("--default-max-tokens", type=positive, metavar="N", help=text + "/v1/completions 16)")
+    text = (
+        "most tokens of a reply whose request has no limit (default: as many as the context holds, in "
+        "/v1/completions 16)"
+    )
+    add("--default-max-tokens", type=positive, metavar="N", help=text)
     add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH", help="adapters that requests name as models")
     add("--prompt-adapters", nargs="+", default=[], metavar="NAME=PATH", help="soft prompts, which are named likewise")
     text = "how the model writes calls of tools (default: found in its chat template)"

@@ -33,9 +33,9 @@ class Resident:
     process: ModelProcess | None = None  # loaded or not
     task: asyncio.Task | None = None  # loads it
     closing: bool = False  # it takes no new requests, so that others fit
-    num_running: int = 0  # of its requests
-    num_waiting: int = 0
-    num_waiting_bytes: int = 0
+    num_running: int = 0  # requests
+    num_waiting: int = 0  # requests, until it is loaded
+    num_waiting_bytes: int = 0  # of their bodies
     num_bytes: int | None = None  # what it needed when it was last loaded; None if it never was
     last_used: float = 0.0
     loaded_at: float = 0.0

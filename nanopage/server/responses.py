@@ -115,7 +115,7 @@ class Responses:
         params, body, choice, tools = self.chat.params, self.body, self.chat.use.choice, self.chat.use.tools
         nulls = ("error", "incomplete_details", "max_tool_calls", "previous_response_id", "usage")
         of_params = ("frequency_penalty", "presence_penalty", "temperature", "top_p")
-        of_body = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "prompt_cache_key")
+        of_body = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "prompt_cache_key", "user")
         return {
             "id": self.id,
             "object": "response",
@@ -135,7 +135,7 @@ class Responses:
             "truncation": "disabled",
             **dict.fromkeys(nulls),
             **{name: getattr(params, name) for name in of_params},
-            **{name: getattr(body, name) for name in (*of_body, "safety_identifier", "user")},
+            **{name: getattr(body, name) for name in (*of_body, "safety_identifier")},
         }
 
 

@@ -24,8 +24,8 @@ class Route:
     """The replica that runs a call, and how many of its tokens are still outstanding."""
 
     router: Router
-    parts: list[bytes]  # this and the next: as `Router.choose` takes them
-    num_tokens: int
+    parts: list[bytes]  # of the prompt, as `Router.choose` takes them
+    num_tokens: int  # of the call, as `Router.choose` takes them
     dead: set[str]  # replicas that have died, even if Ray Serve still lists them
     num_prompt_tokens: int = 0  # how many of `num_tokens` belong to the prompt
     exclude: set[str] = field(default_factory=set)

@@ -166,14 +166,17 @@ def parser() -> argparse.ArgumentParser:
     text = f"requests that each of them should have then (default: {TARGET_ONGOING_REQUESTS})"
     add("--target-ongoing-requests", type=positive, metavar="T", help=text)
     engine = EngineArgs.add_cli_args(parser.add_argument_group("engine", conflict_handler="resolve"))
-    text = "a Hugging Face directory, a .gguf file or a hub id (default: SmolLM2-135M-Instruct); NAME=PATH, which "
-    engine.add_argument("--model", action="append", help=text + "can be repeated, for several models")
+    text = (
+        "a Hugging Face directory, a .gguf file or a hub id (default: SmolLM2-135M-Instruct); NAME=PATH, which can be "
+        "repeated, for several models"
+    )
+    engine.add_argument("--model", action="append", help=text)
     add_models(parser)
     return parser
 
 
 def check_access(args: argparse.Namespace) -> list[str]:
-    """The keys of clients. Raises: ValueError for options that would let in anybody, or that need others."""
+    """The keys of clients. Raises: ValueError for options that would let anybody in, or that need other options."""
     keys = [key.strip() for key in args.api_key or ()]
     if not all(keys):
         raise ValueError("--api-key is empty")

@@ -28,7 +28,7 @@ class ServerState:
     max_queue_tokens: int = 1_000_000  # most prompt tokens of requests that wait, unless there is only one call
     stall_seconds: float = 120.0  # after which a step counts as hung
     strict_fields: bool = False  # refuse fields that are not known
-    default_max_tokens: int | None = None  # most tokens of a reply whose request has no limit; None: what fits
+    default_max_tokens: int | None = None  # most tokens of a reply whose request has no limit; None: all that fit
     salt_per_key: bool = False  # keep the cached prefixes of clients with different API keys apart
     allow_runtime_lora_updating: bool = False  # clients may load adapters from any directory, and unload them
     allow_sleep: bool = False  # clients may put the engine to sleep, and wake it

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import functools
 import gc
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +45,8 @@ class Conversation:
     raw: bool  # no chat template: each message is added as it is to one text, which the model goes on with
     plain: bool  # show replies as text, not as rendered Markdown
     verbose: bool = False  # say more, and show the tracebacks of errors
-    kept: Kept | None = None  # writes the conversation to disk while it goes on; None: nor is there a history
-    argument: str | None = None  # with which `load` made the model
+    kept: Kept | None = None  # writes the conversation to disk; None: neither it nor a history is written
+    argument: str | None = None  # the argument with which `load` made the model
     load: "Load | None" = None  # gets another model, for /model
     toolbox: "Toolbox | None" = None  # functions that the model may call
 
@@ -203,8 +204,8 @@ class Conversation:
             say(f"{ending} (/continue goes on)")
         limit = self.model.max_model_len
         say(reply.footer(limit))
-        pairs = zip(self.known, [*reply.token_ids, None], strict=False)
-        same = next((i for i, (known, token) in enumerate(pairs) if known != token), len(self.known))
+        pairs = zip(self.known, reply.token_ids, strict=False)
+        same = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])  # tokens of the common prefix
         if self.verbose and same < len(self.known) - 1:  # the last token's K and V have never been computed
             say(
                 f"from token {same} on, the conversation so far is not tokenized as it was generated: "
