@@ -65,9 +65,8 @@ def run_code(code: str) -> str:
 def defined_names() -> set[str]:
     """Every class and function, and every name in a class: `name` and `Class.name`."""
     names = set()
-    for file in (
-        file for folder in ("nanopage", "benchmarks", "docs/build/mini_ref") for file in ROOT.glob(f"{folder}/**/*.py")
-    ):
+    folders = ("nanopage", "benchmarks", "docs/build/mini_ref")
+    for file in (file for folder in folders for file in ROOT.glob(f"{folder}/**/*.py")):
         tree = ast.parse(file.read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

@@ -812,10 +812,17 @@ def test_reasoning_is_counted_as_it_comes_as_in_the_whole_reply(llm, text, begun
 @pytest.mark.parametrize(
     "field",
     [
-        *({"stop": ["e"]}, {"logit_bias": {"10": 100}}, {"allowed_token_ids": [10, 11]}),
-        *({"min_tokens": 12, "stop_token_ids": [*range(5, 200)]}, {"presence_penalty": 2.0}),
-        *({"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}, {"bad_words": ["e"]}, {"ignore_eos": True}),
-        *({"top_k": 1, "temperature": 1.0}, {"seed": 5, "temperature": 1.0}),
+        {"stop": ["e"]},
+        {"logit_bias": {"10": 100}},
+        {"allowed_token_ids": [10, 11]},
+        {"min_tokens": 12, "stop_token_ids": [*range(5, 200)]},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": 2.0},
+        {"repetition_penalty": 2.0},
+        {"bad_words": ["e"]},
+        {"ignore_eos": True},
+        {"top_k": 1, "temperature": 1.0},
+        {"seed": 5, "temperature": 1.0},
         {"seed": 5, "temperature": 1.0, "min_p": 0.9},
     ],
 )

@@ -96,9 +96,10 @@ def test_the_openai_sdk_transcribes(app, llm, monkeypatch):
 
 
 def test_replies_are_what_openapi_json_says(app, llm):
+    schema = read_schema(app)
     for path in (TRANSCRIPTIONS, TRANSLATIONS):
         llm.answers = [FIRST, SECOND]
-        check(read_schema(app), path, [post(app, path, response_format="verbose_json").json])
+        check(schema, path, [post(app, path, response_format="verbose_json").json])
 
 
 @pytest.mark.parametrize(

@@ -232,6 +232,7 @@ def test_the_openai_sdk_knows_embeddings(tmp_path):
 
     llm = AsyncLLM.from_engine_args(EngineArgs(model=str(tiny_encoder(tmp_path)), device="cpu"))
     app = create_app(ServerState(["tiny"], llm=llm), hosts=["localhost"])
+    schema = read_schema(app)
     try:
         for path, body in (
             ("/v1/embeddings", {"input": ["a", "b"]}),
@@ -239,7 +240,7 @@ def test_the_openai_sdk_knows_embeddings(tmp_path):
             ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
         ):
             reply = post(app, path, body).json
-            check(read_schema(app), path, [reply])
+            check(schema, path, [reply])
             if path == "/v1/embeddings":
                 CreateEmbeddingResponse.model_validate(reply, strict=True)
     finally:

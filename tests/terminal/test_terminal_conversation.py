@@ -507,8 +507,11 @@ def test_the_footer_fits_80_columns(tokens, cached, out, seconds):
 @pytest.mark.parametrize(
     ("reason", "out", "ending"),
     [
-        *(("stop", 5, ""), ("length", 1024, "cut at max_tokens 1024"), ("length", 5, "cut: the context is full")),
-        *(("abort", 5, "stopped by Ctrl-C"), ("repetition", 5, "stopped: repeating itself")),
+        ("stop", 5, ""),
+        ("length", 1024, "cut at max_tokens 1024"),
+        ("length", 5, "cut: the context is full"),
+        ("abort", 5, "stopped by Ctrl-C"),
+        ("repetition", 5, "stopped: repeating itself"),
     ],
 )
 def test_a_reply_that_is_not_whole_says_why(reason, out, ending):

@@ -37,8 +37,14 @@ def test_triple_quotes():
 @pytest.mark.parametrize(
     ("typed", "completed"),
     [
-        *(("/h", ["/help"]), ("/s", ["/set ", "/save ", "/system"]), ("/set to", ["/set top_k ", "/set top_p "])),
-        *(("/set top_k 5", []), ("/help x", []), ("/nothing x", []), ("hello /s", []), ("", [])),
+        ("/h", ["/help"]),
+        ("/s", ["/set ", "/save ", "/system"]),
+        ("/set to", ["/set top_k ", "/set top_p "]),
+        ("/set top_k 5", []),
+        ("/help x", []),
+        ("/nothing x", []),
+        ("hello /s", []),
+        ("", []),
     ],
 )
 def test_tab_completes_commands_and_their_words(typed, completed):

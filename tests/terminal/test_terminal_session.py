@@ -136,10 +136,19 @@ def test_a_relative_state_directory_is_ignored(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
-        *(("temperature", "0.7", 0.7), ("top_k", " 5 ", 5), ("seed", "none", None), ("seed", "null", None)),
-        *(("ignore_eos", "True", True), ("ignore_eos", "false", False), ("stop", "END", ["END"])),
-        *(("stop", '"\\n\\n"', ["\n\n"]), ("stop", "['a', 'b']", ["a", "b"]), ("bad_words", '["x y"]', ["x y"])),
-        *(("logit_bias", '{"5": 1.5}', {5: 1.5}), ("logit_bias", "{5: 1.5}", {5: 1.5}), ("max_tokens", "none", None)),
+        ("temperature", "0.7", 0.7),
+        ("top_k", " 5 ", 5),
+        ("seed", "none", None),
+        ("seed", "null", None),
+        ("ignore_eos", "True", True),
+        ("ignore_eos", "false", False),
+        ("stop", "END", ["END"]),
+        ("stop", '"\\n\\n"', ["\n\n"]),
+        ("stop", "['a', 'b']", ["a", "b"]),
+        ("bad_words", '["x y"]', ["x y"]),
+        ("logit_bias", '{"5": 1.5}', {5: 1.5}),
+        ("logit_bias", "{5: 1.5}", {5: 1.5}),
+        ("max_tokens", "none", None),
     ],
 )
 def test_settings_are_typed_as_json_or_python_would_write_them(name, text, value):
