@@ -75,9 +75,9 @@ class Form:
 
     def __post_init__(self):
         for name, values in self.fields.items():
-            # Without its brackets as well, as other libraries send lists.
-            whole = name.partition("[")[0]  # OpenAI's SDK sends an object as chunking_strategy[type] and so on
-            neutral, why = REFUSED.get(name) or REFUSED.get(f"{whole}[]") or REFUSED.get(whole) or ((), "")
+            # Some libraries send a list without brackets. OpenAI's SDK sends an object as chunking_strategy[type] etc.
+            plain = name.partition("[")[0]
+            neutral, why = REFUSED.get(name) or REFUSED.get(f"{plain}[]") or REFUSED.get(plain) or ((), "")
             if name in FIELDS:
                 if len(values) > 1:
                     raise ApiError(400, f"{name} is given {len(values)} times", param=name)

@@ -180,9 +180,9 @@ class ModelProcess:
     def _tree(self) -> list[psutil.Process]:
         """The process and its workers, which are all in its session. Compiling processes have sessions of their own:
         they go on when the process ends, for its next start, and run with a low priority."""
-        found: list[psutil.Process] = []
         if self._process is None or self._process.returncode is not None:  # not started, or its id may be another's
-            return found
+            return []
+        found: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self._process.pid)
             found = [process, *process.children(recursive=True)]

@@ -210,7 +210,7 @@ class Residents:
                 each.closing = False
 
     def _close_oldest(self, needed: int) -> None:
-        """Close busy models to new requests, the first loaded first, until enough memory will become free."""
+        """Close busy models to new requests, the longest loaded first, until enough memory will be freed."""
         left = self.num_used
         for each in sorted(self.models, key=lambda each: each.loaded_at):
             if each.process is None or not each.is_loaded or time.monotonic() < each.loaded_at + TURN_SECONDS:

@@ -1,12 +1,13 @@
 """Finds a reply that repeats itself without end, as small models do.
 
 A reply is read as words, numbers and signs. A word is expected if it stood before in the same place: after the same
-three, two or one words, or two places behind the same word. A word behind a number is expected, too, if it stood behind
-a number and the same two words, whatever the signs between them: in a list that starts again, the words before "4. **"
-are those of the item before. A number is expected if it continues the count in its place. A sentence or line with only
-one unexpected place counts as expected, unless this place is a large part of it. So the guard finds exact loops, and
-also numbered lines, lines with one changing word, lists that start again, lists of "X: same sentence", code that
-counts, and long paragraphs. A reply is a loop if nearly all of its last WINDOW words were expected.
+three, two or one words, or two places behind the same word. A word after a number is also expected if it followed the
+same two words and a number before, whatever signs stand between them. This finds a list that starts again: the words
+before its "4. **" are the last words of its third item. A number is expected if it continues the count in its place. A
+sentence or line with only one unexpected place counts as expected, unless this place is a large part of it. So the
+guard finds exact loops, and also numbered lines, lines with one changing word, lists that start again, lists of "X:
+same sentence", code that counts, and long paragraphs. A reply is a loop if nearly all of its last WINDOW words were
+expected.
 
 Lists of names, tables and markup have short lines that differ in one word. So the unexpected words of a line are
 compared with its other words only, not with signs. In a line of over LINE words and signs, expected signs do not count
